@@ -1,0 +1,129 @@
+"""The contract every attention backend fulfils, and the choice between them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lamella.attention.metadata import AttentionMetadata
+from lamella.errors import ConfigError
+from lamella.kv_cache.spec import KVCacheSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """The constants of one attention layer.
+
+    scale multiplies q.k; softcap c (or None) turns a score s into c * tanh(s / c); sinks, float32
+    [num_heads] or None, are per-head logits that join the softmax's denominator only (GPT-OSS).
+    """
+
+    spec: KVCacheSpec
+    num_heads: int
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's view of the arena. `keys[page_id]` is that page's K.
+
+    Page ids count units, so a page wider than one unit overlaps the rows of the ids it spans; only
+    ids that the block manager handed out are ever used.
+    """
+
+    keys: torch.Tensor  # [num_ids, page_tokens, num_kv_heads, k_dim], strided
+    values: torch.Tensor  # [num_ids, page_tokens, num_kv_heads, v_dim], strided
+
+
+class AttentionBackend(Protocol):
+    """Writes new K/V into pages and attends over them. Stateless between calls.
+
+    All backends support GQA, K dim != V dim, soft-cap, sinks, any scale, sliding and chunked-local
+    windows, and fp32 / fp16 / bf16 KV. Garbage or NaN in masked, unwritten or null positions never
+    reaches an output.
+    """
+
+    name: str
+
+    def layer_cache(self, arena: torch.Tensor, *, spec: KVCacheSpec, dtype: torch.dtype, page_tokens: int,
+                    unit_bytes: int, offset_bytes: int) -> LayerCache:
+        """View of one layer's pages in `arena` (uint8 [bytes]): page id p starts at p * unit_bytes +
+        offset_bytes and is page_tokens * spec.token_bytes long. How a page is laid out is the backend's."""
+        ...
+
+    def write_kv(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> None:
+        """Store key [T, num_kv_heads, k_dim] and value [T, num_kv_heads, v_dim] at metadata.slot_mapping."""
+        ...
+
+    def decode(self, params: AttentionParams, cache: LayerCache, query: torch.Tensor, metadata: AttentionMetadata,
+               out: torch.Tensor) -> None:
+        """Attend for the first num_decodes requests: query [num_decodes, num_heads, k_dim] into
+        out [num_decodes, num_heads, v_dim]. The new tokens' K/V have been written."""
+        ...
+
+    def prefill(self, params: AttentionParams, cache: LayerCache, query: torch.Tensor, metadata: AttentionMetadata,
+                out: torch.Tensor) -> None:
+        """Attend for the other requests, over prior context and new tokens alike: query
+        [T - num_decodes, num_heads, k_dim] into out [T - num_decodes, num_heads, v_dim]."""
+        ...
+
+
+def token_major_cache(arena: torch.Tensor, *, spec: KVCacheSpec, dtype: torch.dtype, page_tokens: int,
+                      unit_bytes: int, offset_bytes: int) -> LayerCache:
+    """The plain page layout: K as [page_tokens, heads, k_dim], then V as [page_tokens, heads, v_dim]."""
+    elements = arena.view(dtype)
+    itemsize = dtype.itemsize
+    unit = unit_bytes // itemsize
+    start = offset_bytes // itemsize
+    k_page = page_tokens * spec.num_kv_heads * spec.k_dim
+    v_page = page_tokens * spec.num_kv_heads * spec.v_dim
+    num_ids = (elements.numel() - start - k_page - v_page) // unit + 1
+
+    def view(dim: int, offset: int) -> torch.Tensor:
+        size = (num_ids, page_tokens, spec.num_kv_heads, dim)
+        return elements.as_strided(size, (unit, spec.num_kv_heads * dim, dim, 1), offset)
+
+    return LayerCache(keys=view(spec.k_dim, start), values=view(spec.v_dim, start + k_page))
+
+
+def attend(backend: AttentionBackend, params: AttentionParams, cache: LayerCache, query: torch.Tensor,
+           key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    """One layer's attention for a mixed batch: write the new K/V, then decode rows, then prefill rows.
+
+    query [T, num_heads, k_dim], key [T, num_kv_heads, k_dim], value [T, num_kv_heads, v_dim] ->
+    [T, num_heads, v_dim].
+    """
+    backend.write_kv(cache, key, value, metadata)
+    out = query.new_empty(query.shape[0], params.num_heads, params.spec.v_dim)
+    num_decodes = metadata.num_decodes
+    if num_decodes:
+        backend.decode(params, cache, query[:num_decodes], metadata, out[:num_decodes])
+    if num_decodes < metadata.num_requests:
+        backend.prefill(params, cache, query[num_decodes:], metadata, out[num_decodes:])
+    return out
+
+
+BACKEND_NAMES = ("auto", "torch", "reference")
+
+
+def choose_backend(name: str, device: torch.device) -> AttentionBackend:
+    """The backend called `name`, or for "auto" the fastest that runs on `device`; says what it picked."""
+    if name not in BACKEND_NAMES:
+        raise ConfigError(f"attention_backend={name!r} is not known; choose one of {', '.join(BACKEND_NAMES)}")
+    if name == "reference":
+        from lamella.attention.reference import ReferenceBackend
+
+        backend: AttentionBackend = ReferenceBackend()
+    else:
+        from lamella.attention.torch_backend import TorchBackend
+
+        backend = TorchBackend()
+    logger.info("attention backend: %s (asked for %r on %s)", backend.name, name, device)
+    return backend

@@ -1,0 +1,70 @@
+"""What a step tells the attention of one group: who asks, how far each has come, where its pages are.
+
+Built once per group and step, shared by all layers of the group. Everything is bounded by what the
+group can see: an SWA group's tables hold the window's blocks, never the whole context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lamella.kv_cache.spec import KVCacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """One group's ragged batch of `R` requests and `T` new tokens.
+
+    The first `num_decodes` requests have exactly one new token each; the others are prefills
+    (one or more new tokens after any prior context). New token j of request i has position
+    seq_lens[i] - query_lens[i] + j.
+
+    block_tables: int64 [R, width], row i column j is the page of block first_blocks[i] + j; -1 is
+    the null page (never read). Row i covers every block that its queries can see.
+    slot_mapping: int64 [T], page_id * page_tokens + offset of each new token, -1: write nowhere.
+    *_host: the same values as NumPy arrays for code that must branch on them.
+    """
+
+    page_tokens: int
+    num_decodes: int
+    query_start: torch.Tensor  # int64 [R + 1], prefix sum of query lengths
+    seq_lens: torch.Tensor  # int64 [R], context length with this step's tokens
+    first_blocks: torch.Tensor  # int64 [R]
+    block_tables: torch.Tensor  # int64 [R, width]
+    slot_mapping: torch.Tensor  # int64 [T]
+    query_start_host: np.ndarray
+    seq_lens_host: np.ndarray
+    first_blocks_host: np.ndarray
+    block_tables_host: np.ndarray
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.seq_lens_host)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start_host[-1])
+
+
+def window_kv_indices(spec: KVCacheSpec, metadata: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots of the keys that each decode request's query sees, ragged.
+
+    Returns (window_kv_indptr int64 [num_decodes + 1], window_kv_indices int64 [sum of window lengths]);
+    a window's length is min(seq_len, W), or the part of the chunk so far for chunked-local attention.
+    """
+    page_tokens = metadata.page_tokens
+    num_decodes = metadata.num_decodes
+    last = metadata.seq_lens_host[:num_decodes] - 1
+    first = np.array([spec.first_visible(int(position)) for position in last], dtype=np.int64)
+    lengths = last + 1 - first
+    indptr = np.zeros(num_decodes + 1, dtype=np.int64)
+    np.cumsum(lengths, out=indptr[1:])
+    rows = np.repeat(np.arange(num_decodes), lengths)
+    positions = np.arange(indptr[-1]) - indptr[rows] + first[rows]
+    columns = positions // page_tokens - metadata.first_blocks_host[rows]
+    slots = metadata.block_tables_host[rows, columns] * page_tokens + positions % page_tokens
+    device = metadata.block_tables.device
+    return torch.from_numpy(indptr).to(device), torch.from_numpy(slots).to(device)

@@ -1,0 +1,32 @@
+"""Every error lamella raises on purpose.
+
+Messages have one form: what was given, why it cannot be, what would work.
+"""
+
+
+class LamellaError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(LamellaError, ValueError):
+    """An engine argument that cannot be used."""
+
+
+class CapacityError(ConfigError):
+    """KV memory too small for what was asked of it."""
+
+
+class ModelLoadError(LamellaError, ValueError):
+    """A model that cannot be loaded: wrong file, unknown architecture, missing tensor, wrong shape."""
+
+
+class RequestError(LamellaError, ValueError):
+    """A request that is refused; other requests are not touched."""
+
+
+class EngineClosedError(LamellaError, RuntimeError):
+    """The engine was used after `close()`."""
+
+
+class InvariantError(LamellaError, AssertionError):
+    """The KV bookkeeping contradicts itself. Always a fault in lamella, never the caller's."""

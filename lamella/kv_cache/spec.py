@@ -1,0 +1,176 @@
+"""What one layer keeps in the KV cache, and every rule that follows from it.
+
+All questions about lifetimes are answered here and nowhere else: the scheduler's sizing,
+admission, sliding, prefix matching and the attention metadata call these methods, so they
+cannot disagree.
+
+A query at position q sees the keys [first_visible(q), q]. "Resume at n" means to compute the
+token at position n next, so `first_needed(n) == first_visible(n)`: what a resume needs live is
+[first_needed(n), n), and everything below may be dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lamella.errors import ConfigError
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """KV of one layer. Layers with equal specs form a group.
+
+    num_kv_heads: heads of K and V; k_dim, v_dim: elements per head; itemsize_bytes: bytes per element.
+    """
+
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    itemsize_bytes: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_kv_heads", "k_dim", "v_dim", "itemsize_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r}: must be a positive integer")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V in one layer of this spec."""
+        return self.num_kv_heads * (self.k_dim + self.v_dim) * self.itemsize_bytes
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether KV may be dropped before the request ends."""
+        raise TypeError("KVCacheSpec is abstract: use FullAttentionSpec, SlidingWindowSpec or "
+                        "ChunkedLocalAttentionSpec")
+
+    @property
+    def reach_tokens(self) -> int | None:
+        """Most keys a query can see, itself included; None: no limit."""
+        raise TypeError("KVCacheSpec is abstract")
+
+    def first_visible(self, position: int) -> int:
+        """First key position that a query at `position` sees."""
+        raise TypeError("KVCacheSpec is abstract")
+
+    def first_needed(self, num_computed_tokens: int) -> int:
+        """First position that must be live to compute the token at `num_computed_tokens`."""
+        return self.first_visible(num_computed_tokens)
+
+    def resume_below(self, position: int, dead_start: int) -> int:
+        """Largest resume point under `position`, given that a dead block starting at `dead_start`
+        (< position) lies in what a resume at `position` needs.
+
+        As `first_needed` never decreases, no smaller position can skip the dead block, except one
+        that needs nothing at all.
+        """
+        return dead_start
+
+    def max_pages(self, *, page_tokens: int, max_model_len: int, chunk_tokens: int, interval_tokens: int) -> int:
+        """Most pages one request can hold at once, exactly.
+
+        page_tokens: tokens per page; max_model_len: longest request in tokens;
+        chunk_tokens: most prompt tokens computed in one step; interval_tokens: how many tokens
+        leave the window before a slide during decode.
+        """
+        whole = ceil_div(max_model_len, page_tokens)
+        return min(whole, max(self.max_decode_pages(page_tokens=page_tokens, interval_tokens=interval_tokens,
+                                                    max_model_len=max_model_len),
+                              self.max_prefill_pages(page_tokens=page_tokens, chunk_tokens=chunk_tokens,
+                                                     max_model_len=max_model_len)))
+
+    def max_decode_pages(self, *, page_tokens: int, interval_tokens: int, max_model_len: int) -> int:
+        """Most pages held while decoding, one token a step.
+
+        The kept range starts at a page boundary that lags `first_needed` by less than
+        max(interval, page), and ends at the new token: reach - 1 + max(interval, page) tokens.
+        """
+        whole = ceil_div(max_model_len, page_tokens)
+        if self.reach_tokens is None:
+            return whole
+        held_tokens = self.reach_tokens - 1 + max(interval_tokens, page_tokens)
+        return min(whole, ceil_div(held_tokens, page_tokens))
+
+    def max_prefill_pages(self, *, page_tokens: int, chunk_tokens: int, max_model_len: int) -> int:
+        """Most pages held while a chunk of `chunk_tokens` is computed.
+
+        Each chunk slides first, so the kept range starts less than a page under the first key that
+        the chunk's first query sees: reach - 1 + chunk + page - 1 tokens.
+        """
+        whole = ceil_div(max_model_len, page_tokens)
+        if self.reach_tokens is None:
+            return whole
+        held_tokens = self.reach_tokens - 1 + chunk_tokens + page_tokens - 1
+        return min(whole, ceil_div(held_tokens, page_tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullAttentionSpec(KVCacheSpec):
+    """A query sees every earlier key: k <= q. KV lives as long as the request."""
+
+    @property
+    def is_windowed(self) -> bool:
+        return False
+
+    @property
+    def reach_tokens(self) -> int | None:
+        return None
+
+    def first_visible(self, position: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindowSpec(KVCacheSpec):
+    """A query sees the last `window_tokens` keys, itself included: 0 <= q - k < W."""
+
+    window_tokens: int
+
+    def __post_init__(self) -> None:
+        KVCacheSpec.__post_init__(self)
+        if not isinstance(self.window_tokens, int) or self.window_tokens < 1:
+            raise ConfigError(f"window_tokens={self.window_tokens!r}: must be a positive integer; it counts the "
+                              "query itself")
+
+    @property
+    def is_windowed(self) -> bool:
+        return True
+
+    @property
+    def reach_tokens(self) -> int | None:
+        return self.window_tokens
+
+    def first_visible(self, position: int) -> int:
+        return max(0, position - self.window_tokens + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedLocalAttentionSpec(KVCacheSpec):
+    """A query sees the keys of its own chunk: floor(k / C) == floor(q / C) and k <= q (Llama 4)."""
+
+    attention_chunk_tokens: int
+
+    def __post_init__(self) -> None:
+        KVCacheSpec.__post_init__(self)
+        if not isinstance(self.attention_chunk_tokens, int) or self.attention_chunk_tokens < 1:
+            raise ConfigError(f"attention_chunk_tokens={self.attention_chunk_tokens!r}: must be a positive integer")
+
+    @property
+    def is_windowed(self) -> bool:
+        return True
+
+    @property
+    def reach_tokens(self) -> int | None:
+        return self.attention_chunk_tokens
+
+    def first_visible(self, position: int) -> int:
+        return position // self.attention_chunk_tokens * self.attention_chunk_tokens
+
+    def resume_below(self, position: int, dead_start: int) -> int:
+        # A chunk boundary needs nothing live, even when it lies inside the dead block.
+        return max(dead_start, (position - 1) // self.attention_chunk_tokens * self.attention_chunk_tokens)

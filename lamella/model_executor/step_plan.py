@@ -1,0 +1,82 @@
+"""What one step runs. The scheduler makes it, the runner takes it; neither reaches into the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopies:
+    """Whole pages of one group to copy before the step runs (copy on write): src[i] -> dst[i]."""
+
+    src_pages: np.ndarray  # int64 [C]
+    dst_pages: np.ndarray  # int64 [C]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One group's part of the step; see AttentionMetadata for the arrays."""
+
+    block_tables: np.ndarray  # int64 [R, width]
+    first_blocks: np.ndarray  # int64 [R]
+    slot_mapping: np.ndarray  # int64 [T]
+    copies: PageCopies
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How to sample each of the `S` rows that need a token.
+
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off. A draw depends on (seed, draw_index)
+    alone: draw_index is how many tokens the request has sampled before.
+    banned_token_ids[i]: ids that row i may not produce (end tokens before min_tokens).
+    num_logprobs[i]: -1 for none, else how many top log-probabilities to return besides the
+    sampled token's own.
+    """
+
+    temperature: np.ndarray  # float64 [S]
+    top_k: np.ndarray  # int64 [S]
+    top_p: np.ndarray  # float64 [S]
+    min_p: np.ndarray  # float64 [S]
+    seeds: np.ndarray  # uint64 [S]
+    draw_index: np.ndarray  # int64 [S]
+    num_logprobs: np.ndarray  # int64 [S]
+    banned_token_ids: dict[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A ragged batch: R requests, T new tokens, S rows to sample.
+
+    Requests with one new token whose context is complete come first (`num_decodes` of them).
+    """
+
+    token_ids: np.ndarray  # int64 [T]
+    positions: np.ndarray  # int64 [T]
+    query_start: np.ndarray  # int64 [R + 1]
+    seq_lens: np.ndarray  # int64 [R]
+    num_decodes: int
+    groups: tuple[GroupPlan, ...]
+    sample_requests: np.ndarray  # int64 [S], which of the R requests get a token
+    sampling: SamplingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one sampled token: its own and the `k` most likely ids with theirs."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely
+    top_ids: np.ndarray  # int64 [k]
+    top_logprobs: np.ndarray  # float32 [k]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One sampled token per row of StepPlan.sample_requests."""
+
+    token_ids: np.ndarray  # int64 [S]
+    logprobs: dict[int, TokenLogprobs]  # row of the S -> its log-probabilities, where asked for
