@@ -6,7 +6,8 @@ group can see: an SWA group's tables hold the window's blocks, never the whole c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ class AttentionMetadata:
     the null page (never read). Row i covers every block that its queries can see.
     slot_mapping: int64 [T], page_id * page_tokens + offset of each new token, -1: write nowhere.
     *_host: the same values as NumPy arrays for code that must branch on them.
+    derived: what a backend computes from the rest once and reads again in the group's other layers.
     """
 
     page_tokens: int
@@ -39,6 +41,7 @@ class AttentionMetadata:
     seq_lens_host: np.ndarray
     first_blocks_host: np.ndarray
     block_tables_host: np.ndarray
+    derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_requests(self) -> int:

@@ -46,8 +46,9 @@ class KVCacheSpec:
     @property
     def is_windowed(self) -> bool:
         """Whether KV may be dropped before the request ends."""
-        raise TypeError("KVCacheSpec is abstract: use FullAttentionSpec, SlidingWindowSpec or "
-                        "ChunkedLocalAttentionSpec")
+        raise TypeError(
+            "KVCacheSpec is abstract: use FullAttentionSpec, SlidingWindowSpec or ChunkedLocalAttentionSpec"
+        )
 
     @property
     def reach_tokens(self) -> int | None:
@@ -62,15 +63,6 @@ class KVCacheSpec:
         """First position that must be live to compute the token at `num_computed_tokens`."""
         return self.first_visible(num_computed_tokens)
 
-    def resume_below(self, position: int, dead_start: int) -> int:
-        """Largest resume point under `position`, given that a dead block starting at `dead_start`
-        (< position) lies in what a resume at `position` needs.
-
-        As `first_needed` never decreases, no smaller position can skip the dead block, except one
-        that needs nothing at all.
-        """
-        return dead_start
-
     def max_pages(self, *, page_tokens: int, max_model_len: int, chunk_tokens: int, interval_tokens: int) -> int:
         """Most pages one request can hold at once, exactly.
 
@@ -79,10 +71,15 @@ class KVCacheSpec:
         leave the window before a slide during decode.
         """
         whole = ceil_div(max_model_len, page_tokens)
-        return min(whole, max(self.max_decode_pages(page_tokens=page_tokens, interval_tokens=interval_tokens,
-                                                    max_model_len=max_model_len),
-                              self.max_prefill_pages(page_tokens=page_tokens, chunk_tokens=chunk_tokens,
-                                                     max_model_len=max_model_len)))
+        return min(
+            whole,
+            max(
+                self.max_decode_pages(
+                    page_tokens=page_tokens, interval_tokens=interval_tokens, max_model_len=max_model_len
+                ),
+                self.max_prefill_pages(page_tokens=page_tokens, chunk_tokens=chunk_tokens, max_model_len=max_model_len),
+            ),
+        )
 
     def max_decode_pages(self, *, page_tokens: int, interval_tokens: int, max_model_len: int) -> int:
         """Most pages held while decoding, one token a step.
@@ -134,8 +131,9 @@ class SlidingWindowSpec(KVCacheSpec):
     def __post_init__(self) -> None:
         KVCacheSpec.__post_init__(self)
         if not isinstance(self.window_tokens, int) or self.window_tokens < 1:
-            raise ConfigError(f"window_tokens={self.window_tokens!r}: must be a positive integer; it counts the "
-                              "query itself")
+            raise ConfigError(
+                f"window_tokens={self.window_tokens!r}: must be a positive integer; it counts the query itself"
+            )
 
     @property
     def is_windowed(self) -> bool:
@@ -170,7 +168,3 @@ class ChunkedLocalAttentionSpec(KVCacheSpec):
 
     def first_visible(self, position: int) -> int:
         return position // self.attention_chunk_tokens * self.attention_chunk_tokens
-
-    def resume_below(self, position: int, dead_start: int) -> int:
-        # A chunk boundary needs nothing live, even when it lies inside the dead block.
-        return max(dead_start, (position - 1) // self.attention_chunk_tokens * self.attention_chunk_tokens)

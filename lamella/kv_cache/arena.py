@@ -1,0 +1,124 @@
+"""Who has which page. Slabs are lent to groups; pages of a slab are handed out one by one.
+
+Slab 0 is never lent: it is the null range, zeros that a kernel may read in place of a page that a
+request does not have. On the host the null page is NULL_PAGE.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lamella.kv_cache.layout import KVLayout
+
+NULL_PAGE = -1
+FREE = -1
+RESERVED = -2
+
+
+class Arena:
+    """Page allocator over `num_slabs` slabs, the null slab included.
+
+    Page ids are in units: page k of slab s in group g is s * slab_units + k * page_units[g].
+    Invariant: a slab is either free, or lent to one group with at least one page in use.
+    """
+
+    def __init__(self, layout: KVLayout, num_slabs: int) -> None:
+        self.layout = layout
+        self.num_slabs = num_slabs
+        num_groups = len(layout.groups)
+        self.slab_group = np.full(num_slabs, FREE, dtype=np.int16)
+        self.slab_group[0] = RESERVED
+        self.num_used = [0] * num_groups
+        self.num_slab_loans = [0] * num_groups
+        self._free_slabs = list(range(num_slabs - 1, 0, -1))
+        self._free_pages: dict[int, list[int]] = {}  # lent slab -> its free page ids
+        # Per group: number of free pages in a slab -> the slabs that have so many. Full slabs are in none.
+        self._partial: list[dict[int, dict[int, None]]] = [{} for _ in range(num_groups)]
+        self._num_partial_pages = [0] * num_groups
+
+    @property
+    def num_free_slabs(self) -> int:
+        return len(self._free_slabs)
+
+    def num_allocatable(self, group: int) -> int:
+        """Pages that `group` could take now."""
+        return self._num_partial_pages[group] + len(self._free_slabs) * self.layout.groups[group].pages_per_slab
+
+    def allocate(self, group: int, count: int, near_page: int = NULL_PAGE) -> list[int] | None:
+        """Take `count` pages for `group`, all or none (None, and nothing changed).
+
+        Order: the slab of `near_page` (the asker's last page), a free slab if the rest would fill it, the
+        fullest partly used slab of the group, a free slab. So a request's pages stay together, and
+        slabs come free whole.
+        """
+        if count > self.num_allocatable(group):
+            return None
+        pages: list[int] = []
+        if near_page != NULL_PAGE:
+            slab = near_page // self.layout.slab_units
+            if self.slab_group[slab] == group and self._free_pages[slab]:
+                self._take(group, slab, count, pages)
+        pages_per_slab = self.layout.groups[group].pages_per_slab
+        while len(pages) < count:
+            missing = count - len(pages)
+            partial = self._partial[group]
+            if partial and not (missing >= pages_per_slab and self._free_slabs):
+                slab = next(iter(partial[min(partial)]))
+            else:
+                slab = self._lend_slab(group)
+            self._take(group, slab, missing, pages)
+        self.num_used[group] += count
+        return pages
+
+    def free(self, group: int, page: int) -> None:
+        """Give back a page that `allocate(group, ...)` returned. An emptied slab returns to the arena."""
+        slab = page // self.layout.slab_units
+        if page == NULL_PAGE or self.slab_group[slab] != group or page in self._free_pages[slab]:
+            raise ValueError(f"page {page} is not in use by group {group}")
+        free_pages = self._free_pages[slab]
+        self._unlist(group, slab)
+        free_pages.append(page)
+        self.num_used[group] -= 1
+        if len(free_pages) == self.layout.groups[group].pages_per_slab:
+            del self._free_pages[slab]
+            self.slab_group[slab] = FREE
+            self._free_slabs.append(slab)
+        else:
+            self._list(group, slab)
+
+    def free_pages_of(self, group: int) -> set[int]:
+        """Free pages inside slabs that are lent to `group`."""
+        return {page for slab, pages in self._free_pages.items() if self.slab_group[slab] == group for page in pages}
+
+    def _take(self, group: int, slab: int, most: int, into: list[int]) -> None:
+        free_pages = self._free_pages[slab]
+        self._unlist(group, slab)
+        for _ in range(min(most, len(free_pages))):
+            into.append(free_pages.pop())
+        self._list(group, slab)
+
+    def _lend_slab(self, group: int) -> int:
+        slab = self._free_slabs.pop()
+        page_units = self.layout.groups[group].page_units
+        first = slab * self.layout.slab_units
+        pages_per_slab = self.layout.groups[group].pages_per_slab
+        self.slab_group[slab] = group
+        self._free_pages[slab] = [first + index * page_units for index in range(pages_per_slab - 1, -1, -1)]
+        self.num_slab_loans[group] += 1
+        self._list(group, slab)
+        return slab
+
+    def _list(self, group: int, slab: int) -> None:
+        num_free = len(self._free_pages[slab])
+        if num_free:
+            self._partial[group].setdefault(num_free, {})[slab] = None
+            self._num_partial_pages[group] += num_free
+
+    def _unlist(self, group: int, slab: int) -> None:
+        num_free = len(self._free_pages[slab])
+        if num_free:
+            bucket = self._partial[group][num_free]
+            del bucket[slab]
+            if not bucket:
+                del self._partial[group][num_free]
+            self._num_partial_pages[group] -= num_free

@@ -1,0 +1,347 @@
+"""Who holds which pages: one block table per group and running request, over the arena and the tree.
+
+A request in a *row* owns what its row names, and nothing else:
+
+    block          0 ...... first kept ............. commit frontier ........ blocks grown
+    full group     [shared with or committed to the tree, locked ][ private            ]
+    windowed       [ null, slid ][ committed to the tree, locked ][ private            ]
+
+"Locked" blocks carry a node in `nodes`; their pages belong to the tree. Private blocks (node NO_NODE)
+own their pages. Sliding and release treat both alike: unlock the node, or free the page.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lamella.kv_cache.arena import NULL_PAGE, Arena
+from lamella.kv_cache.layout import KVLayout
+from lamella.kv_cache.prefix_tree import NO_NODE, PrefixMatch, PrefixTree, Salt
+from lamella.kv_cache.spec import ceil_div
+
+NOT_DUE = np.iinfo(np.int64).max
+
+
+class GroupUsage(NamedTuple):
+    """Pages of one group by state; they add up to the pages of the slabs lent to it."""
+
+    owned: int  # private, or referenced by a request
+    cached: int  # in the tree, nobody uses it now
+    free: int
+
+
+class HybridBlockManager:
+    """Block tables of up to `num_rows` running requests of up to `max_model_len` tokens.
+
+    interval_tokens: how many tokens must have left a window before decode slides it.
+    After each call the invariants of `invariants.check` hold.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        num_slabs: int,
+        num_rows: int,
+        max_model_len: int,
+        interval_tokens: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.layout = layout
+        self.page_tokens = layout.page_tokens
+        self.interval_tokens = interval_tokens
+        self.enable_prefix_caching = enable_prefix_caching
+        self.arena = Arena(layout, num_slabs)
+        specs = tuple(group.spec for group in layout.groups)
+        self.tree = PrefixTree(specs, page_tokens=self.page_tokens, free_page=self.arena.free)
+        self.num_groups = len(specs)
+        max_blocks = ceil_div(max_model_len, self.page_tokens)
+        self.tables = np.full((self.num_groups, num_rows, max_blocks), NULL_PAGE, dtype=np.int64)
+        self.nodes = np.full((num_rows, max_blocks), NO_NODE, dtype=np.int64)
+        self.first_kept = np.zeros((self.num_groups, num_rows), dtype=np.int64)  # in blocks
+        self.num_blocks = np.zeros(num_rows, dtype=np.int64)
+        self.num_committed = np.zeros(num_rows, dtype=np.int64)  # in blocks
+        self.frontier = np.full(num_rows, NO_NODE, dtype=np.int64)  # pinned; NO_NODE: the row is empty
+        self._junction = np.full(num_rows, -1, dtype=np.int64)  # block end where another prompt diverged
+        self._prompt_tail = np.full(num_rows, -1, dtype=np.int64)  # end of the block that the prompt ends inside of
+        # Row -> its planned copies (group, source node, target page). The source is locked meanwhile.
+        self.copies: dict[int, list[tuple[int, int, int]]] = {}
+        self.num_owned = [0] * self.num_groups
+        self.peak_owned = [0] * self.num_groups
+
+    # Admission
+
+    def match(self, token_ids: np.ndarray, salt: Salt = None) -> PrefixMatch:
+        """What the cache has of this prompt (int32 [n]); at least its last token is left to compute."""
+        if not self.enable_prefix_caching:
+            return PrefixMatch(0, [], NO_NODE, 0)
+        return self.tree.match(token_ids, salt, len(token_ids) - 1)
+
+    def begin(self, row: int, match: PrefixMatch, salt: Salt = None) -> bool:
+        """Give an empty row the cached prefix of `match`: lock its nodes, own a copy of a partial block.
+
+        False, and nothing changed but evictions, when there is no memory for the partial block.
+        """
+        assert self.frontier[row] == NO_NODE, f"row {row} is in use"
+        tree = self.tree
+        frontier = match.path[-1] if match.path else tree.root(salt)
+        tree.pin(frontier)
+        self.frontier[row] = frontier
+        num_whole = len(match.path)
+        self.nodes[row, :num_whole] = match.path
+        self.num_blocks[row] = self.num_committed[row] = num_whole
+        for group, spec in enumerate(tree.specs):
+            first = min(spec.first_needed(match.num_tokens) // self.page_tokens, num_whole)
+            self.first_kept[group, row] = first
+            for block in range(first, num_whole):
+                node = match.path[block]
+                self._count_owned(group, +int(tree.refs[group, node] == 0))
+                self.tables[group, row, block] = tree.lock(group, node)
+        junction = match.num_structural_tokens // self.page_tokens * self.page_tokens
+        self._junction[row] = junction if junction > match.num_tokens else -1
+        if match.tail_node != NO_NODE and not self._copy_tail(row, match):
+            self._drop_row(row)
+            return False
+        tree.touch(frontier)
+        tree.touch(match.tail_node)
+        return True
+
+    def _copy_tail(self, row: int, match: PrefixMatch) -> bool:
+        """Own the block that the hit ends in, in every group, and plan to copy its first part."""
+        source = match.tail_node
+        for group in range(self.num_groups):
+            self._count_owned(group, +int(self.tree.refs[group, source] == 0))
+            self.tree.lock(group, source)
+        block = len(match.path)
+        if not self._extend(row, block + 1):
+            for group in range(self.num_groups):
+                self._unlock(group, source)
+            return False
+        self.copies[row] = [(group, source, int(self.tables[group, row, block])) for group in range(self.num_groups)]
+        return True
+
+    def planned_copies(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Per group (source pages, target pages) to copy before the next step; call `end_copies` when done."""
+        per_group = []
+        for group in range(self.num_groups):
+            pairs = [
+                (int(self.tree.page[group, source]), target)
+                for copies in self.copies.values()
+                for owner, source, target in copies
+                if owner == group
+            ]
+            array = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+            per_group.append((array[:, 0], array[:, 1]))
+        return per_group
+
+    def end_copies(self) -> None:
+        """The planned copies have run: their sources are let go."""
+        for row in list(self.copies):
+            self._unlock_copy_sources(row)
+
+    def _unlock_copy_sources(self, row: int) -> None:
+        for group, source, _ in self.copies.pop(row, ()):
+            self._unlock(group, source)
+
+    # Growing and sliding
+
+    def grow(self, row: int, num_computed: int, num_new: int, *, is_prefill: bool) -> bool:
+        """Make room for the tokens [num_computed, num_computed + num_new), after sliding what no query
+        from num_computed on can see. Evicts as needed. False: no memory; the row keeps what it had."""
+        self._slide(row, num_computed, is_prefill=is_prefill)
+        return self._extend(row, ceil_div(num_computed + num_new, self.page_tokens))
+
+    def next_due(self, row: int) -> int:
+        """The position that needs `grow` before it is computed."""
+        return int(self.num_blocks[row]) * self.page_tokens
+
+    def _slide(self, row: int, num_computed: int, *, is_prefill: bool) -> None:
+        for group in self.tree.windowed_groups:
+            first = self.tree.specs[group].first_needed(num_computed)
+            kept = int(self.first_kept[group, row])
+            lag_tokens = first - kept * self.page_tokens
+            if lag_tokens < self.page_tokens or not (is_prefill or lag_tokens >= self.interval_tokens):
+                continue
+            new_first = min(first // self.page_tokens, int(self.num_blocks[row]))
+            for block in range(kept, new_first):
+                self._release_block(group, row, block)
+            self.first_kept[group, row] = max(kept, first // self.page_tokens)
+
+    def _extend(self, row: int, num_blocks: int) -> bool:
+        """Own private pages for the blocks up to `num_blocks`, in every group, or in none."""
+        old = int(self.num_blocks[row])
+        if num_blocks <= old:
+            return True
+        taken: list[tuple[int, int, list[int]]] = []
+        for group in range(self.num_groups):
+            start = max(old, int(self.first_kept[group, row]))
+            near = int(self.tables[group, row, start - 1]) if start else NULL_PAGE
+            pages = self._allocate(group, num_blocks - start, near)
+            if pages is None:
+                for owner, _, given in taken:
+                    for page in given:
+                        self.arena.free(owner, page)
+                return False
+            taken.append((group, start, pages))
+        for group, start, pages in taken:
+            self.tables[group, row, start:num_blocks] = pages
+            self._count_owned(group, len(pages))
+        self.num_blocks[row] = num_blocks
+        return True
+
+    def _allocate(self, group: int, count: int, near: int) -> list[int] | None:
+        if count <= 0:
+            return []
+        while (pages := self.arena.allocate(group, count, near)) is None:
+            if not self.tree.evict_one():
+                return None
+        return pages
+
+    # Committing and releasing
+
+    def commit(self, row: int, token_ids: np.ndarray, num_computed: int, *, ends_prompt: bool = False) -> None:
+        """Enter the blocks that are complete at `num_computed` in the tree, and keep resume points.
+
+        token_ids: int32 [>= num_computed]. ends_prompt: this step finished the prompt, so its end becomes a
+        resume point.
+        """
+        if not self.enable_prefix_caching:
+            return
+        complete = num_computed // self.page_tokens
+        for block in range(int(self.num_committed[row]), complete):
+            start, end = block * self.page_tokens, (block + 1) * self.page_tokens
+            before = int(self.frontier[row])
+            self._commit_block(row, block, token_ids[start:end])
+            if end == self._prompt_tail[row]:
+                # Now the prompt's end can be kept to the token; this covers what was kept at `before`.
+                self._add_resume_point(row, since=start)
+                self.tree.drop_resume_point(before)
+            elif end == self._junction[row]:
+                self._add_resume_point(row, since=end)
+        if ends_prompt:
+            end = complete * self.page_tokens
+            self._prompt_tail[row] = end + self.page_tokens if num_computed > end else -1
+            if complete:
+                self._add_resume_point(row, since=end)
+
+    def release(self, row: int, token_ids: np.ndarray, num_computed: int, *, keep: bool = True) -> None:
+        """End of a request, for good or until it resumes: what it computed becomes cached (with `keep`),
+        its last partial block included, and the row is empty.
+
+        token_ids: int32 [>= num_computed]. A row whose planned copy has not run keeps nothing new: its
+        partial block has no contents yet.
+        """
+        if keep and self.enable_prefix_caching and row not in self.copies:
+            self.commit(row, token_ids, num_computed)
+            complete = int(self.num_committed[row])
+            if num_computed % self.page_tokens:
+                self._commit_block(row, complete, token_ids[complete * self.page_tokens : num_computed])
+            if num_computed:
+                self._add_resume_point(row, since=num_computed)
+        self._drop_row(row)
+
+    def _commit_block(self, row: int, block: int, tokens: np.ndarray) -> None:
+        """Hand the block to the tree. Where the tree has it already, take the tree's pages for our own;
+        where the tree's node is a tombstone, ours revive it. Either way the row holds references."""
+        tree = self.tree
+        parent = int(self.frontier[row])
+        key = tokens.astype(np.int32, copy=False).tobytes()
+        node = tree.child(parent, key)
+        if node == NO_NODE:
+            node = tree.insert(parent, key)
+        tree.pin(node)
+        tree.unpin(parent)
+        self.frontier[row] = node
+        self.nodes[row, block] = node
+        self.num_committed[row] = block + 1
+        for group in range(self.num_groups):
+            page = int(self.tables[group, row, block])
+            if page == NULL_PAGE:
+                continue  # slid already
+            existing = int(tree.page[group, node])
+            if existing == NULL_PAGE:
+                tree.page[group, node] = page
+            else:
+                self.arena.free(group, page)
+                self._count_owned(group, -int(tree.refs[group, node] != 0))
+            self.tables[group, row, block] = tree.lock(group, node)
+
+    def _add_resume_point(self, row: int, *, since: int) -> None:
+        """Make the commit frontier a resume point that holds, of each window, what any resume between `since`
+        and there needs, and one block more: a later prompt may part inside the last block. Pages that are
+        gone already are left out; where the frontier's own window is incomplete, there is none."""
+        tree = self.tree
+        node = int(self.frontier[row])
+        end = int(tree.end[node])
+        last_block = int(self.num_committed[row])
+        held: list[tuple[int, int]] = []
+        for group in tree.windowed_groups:
+            spec = tree.specs[group]
+            needed = spec.first_needed(end) // self.page_tokens if spec.first_needed(end) < end else last_block
+            wanted = spec.first_needed(max(0, since - self.page_tokens)) // self.page_tokens
+            path = self.nodes[row, min(wanted, needed) : last_block]
+            live = tree.page[group, path] != NULL_PAGE
+            if not live[len(path) - (last_block - needed) :].all():
+                return
+            held += [(group, held_node) for held_node in path[live].tolist()]
+        tree.add_resume_point(node, held)
+
+    def _release_block(self, group: int, row: int, block: int) -> None:
+        page = int(self.tables[group, row, block])
+        if page == NULL_PAGE:
+            return
+        self.tables[group, row, block] = NULL_PAGE
+        node = int(self.nodes[row, block])
+        if node == NO_NODE:
+            self.arena.free(group, page)
+            self._count_owned(group, -1)
+        else:
+            self._unlock(group, node)
+
+    def _unlock(self, group: int, node: int) -> None:
+        self._count_owned(group, -int(self.tree.refs[group, node] == 1))
+        self.tree.unlock(group, node)
+
+    def _drop_row(self, row: int) -> None:
+        self._unlock_copy_sources(row)  # a copy that has not run must not, into a page that is no longer ours
+        num_blocks = int(self.num_blocks[row])
+        # Last block first: an ancestor can go only after its descendants.
+        for block in range(num_blocks - 1, -1, -1):
+            for group in range(self.num_groups):
+                self._release_block(group, row, block)
+        frontier = int(self.frontier[row])
+        self.frontier[row] = NO_NODE
+        self.tree.unpin(frontier)
+        self.nodes[row, :num_blocks] = NO_NODE
+        self.first_kept[:, row] = 0
+        self.num_blocks[row] = self.num_committed[row] = 0
+        self._junction[row] = self._prompt_tail[row] = -1
+
+    # Reports
+
+    def _count_owned(self, group: int, change: int) -> None:
+        self.num_owned[group] += change
+        if self.num_owned[group] > self.peak_owned[group]:
+            self.peak_owned[group] = self.num_owned[group]
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes of pages that running requests hold: what eviction cannot get back."""
+        return sum(count * group.page_bytes for count, group in zip(self.num_owned, self.layout.groups, strict=True))
+
+    def usage(self) -> dict[str, GroupUsage]:
+        report = {}
+        for index, group in enumerate(self.layout.groups):
+            lent = int((self.arena.slab_group == index).sum()) * group.pages_per_slab
+            used = self.arena.num_used[index]
+            owned = self.num_owned[index]
+            report[group.name] = GroupUsage(owned=owned, cached=used - owned, free=lent - used)
+        return report
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix that no running request uses. True: nothing cached is left."""
+        while self.tree.evict_one():
+            pass
+        return not any(self.usage()[group.name].cached for group in self.layout.groups)

@@ -1,0 +1,139 @@
+"""Checks that the KV bookkeeping agrees with itself, from first principles.
+
+Ownership is recounted by walking the rows; nothing here trusts a counter that it checks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+
+from lamella.errors import InvariantError
+from lamella.kv_cache.arena import FREE, NULL_PAGE
+from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.prefix_tree import NO_NODE
+
+
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise InvariantError(message)
+
+
+def check(manager: HybridBlockManager) -> None:
+    """Raise InvariantError at the first contradiction.
+
+    Checked: every page is in exactly one of free / cached / owned; reference and hold counts equal what
+    rows, planned copies and resume points name; tree and tables agree both ways; nodes exist for a reason;
+    what a row needs to go on is live; slabs hold pages of their own group only.
+    """
+    tree_nodes = set(manager.tree.nodes())
+    refs, private = _walk_rows(manager, tree_nodes)
+    _check_tree(manager, tree_nodes, refs)
+    for group in range(manager.num_groups):
+        _check_pages(manager, group, tree_nodes, private[group])
+
+
+def _walk_rows(manager: HybridBlockManager, tree_nodes: set[int]) -> tuple[Counter[tuple[int, int]], list[list[int]]]:
+    """References per (group, node), and the private pages of each group, as the rows name them."""
+    tree = manager.tree
+    refs: Counter[tuple[int, int]] = Counter()
+    private: list[list[int]] = [[] for _ in range(manager.num_groups)]
+    pins: Counter[int] = Counter()
+    for row in range(len(manager.frontier)):
+        num_blocks = int(manager.num_blocks[row])
+        num_committed = int(manager.num_committed[row])
+        frontier = int(manager.frontier[row])
+        beyond = manager.tables[:, row, num_blocks:]
+        _require((beyond == NULL_PAGE).all(), f"row {row}: a page beyond its {num_blocks} blocks")
+        if frontier == NO_NODE:
+            _require(num_blocks == 0 and num_committed == 0, f"row {row} is empty but has blocks")
+            continue
+        pins[frontier] += 1
+        _require(num_committed <= num_blocks, f"row {row}: more blocks committed than grown")
+        committed = manager.nodes[row, :num_committed]
+        _require((manager.nodes[row, num_committed:] == NO_NODE).all(), f"row {row}: node beyond the frontier")
+        _require(
+            frontier == (committed[-1] if num_committed else frontier),
+            f"row {row}: the frontier is not its last committed block",
+        )
+        _require(
+            all(int(tree.parent[child]) == int(parent) for parent, child in itertools.pairwise(committed)),
+            f"row {row}: its nodes are no path",
+        )
+        for group in range(manager.num_groups):
+            first_kept = int(manager.first_kept[group, row])
+            for block, page in enumerate(manager.tables[group, row, :num_blocks].tolist()):
+                node = int(manager.nodes[row, block])
+                _require(
+                    (page == NULL_PAGE) == (block < first_kept),
+                    f"row {row} group {group} block {block}: page {page}, but first kept block is {first_kept}",
+                )
+                if page == NULL_PAGE:
+                    continue
+                if node == NO_NODE:
+                    private[group].append(page)
+                else:
+                    _require(int(tree.page[group, node]) == page, f"row {row}: table and tree differ at block {block}")
+                    refs[group, node] += 1
+    for copies in manager.copies.values():
+        for group, source, _ in copies:
+            refs[group, source] += 1
+    for node in tree_nodes | set(tree.roots().values()):
+        _require(int(tree.pins[node]) == pins[node], f"node {node}: {tree.pins[node]} pins, {pins[node]} frontiers")
+    return refs, private
+
+
+def _check_tree(manager: HybridBlockManager, tree_nodes: set[int], refs: Counter[tuple[int, int]]) -> None:
+    tree = manager.tree
+    holds: Counter[tuple[int, int]] = Counter()
+    for node, held in tree.resume_points.items():
+        _require(node in tree_nodes, f"resume point at node {node}, which is gone")
+        holds.update(held)
+    children = Counter(int(tree.parent[node]) for node in tree_nodes)
+    roots = set(tree.roots().values())
+    for node in tree_nodes:
+        _require(int(tree.parent[node]) in tree_nodes | roots, f"node {node} has lost its parent")
+        _require(int(tree.num_children[node]) == children[node], f"node {node}: wrong number of children")
+        used = any(refs[group, node] for group in range(manager.num_groups))
+        _require(
+            children[node] or node in tree.resume_points or tree.pins[node] or used,
+            f"node {node} has no reason to exist",
+        )
+        for group, spec in enumerate(tree.specs):
+            page = int(tree.page[group, node])
+            count = refs[group, node]
+            _require(int(tree.refs[group, node]) == count, f"group {group} node {node}: reference count is wrong")
+            _require(int(tree.holds[group, node]) == holds[group, node], f"group {group} node {node}: hold count")
+            _require(page != NULL_PAGE or not (count or holds[group, node]), f"node {node} is used but has no page")
+            if spec.is_windowed:
+                _require(page == NULL_PAGE or count or holds[group, node], f"node {node}: a page nobody keeps")
+                _require(
+                    not count or all(tree.refs[full, node] for full in tree.full_groups),
+                    f"node {node}: a window reference without a full one",
+                )
+            else:
+                _require(page != NULL_PAGE, f"node {node} has no full-attention page")
+
+
+def _check_pages(manager: HybridBlockManager, group: int, tree_nodes: set[int], private: list[int]) -> None:
+    arena, tree, name = manager.arena, manager.tree, manager.layout.groups[group].name
+    in_tree = [int(tree.page[group, node]) for node in tree_nodes if tree.page[group, node] != NULL_PAGE]
+    referenced = [int(tree.page[group, node]) for node in tree_nodes if tree.refs[group, node]]
+    free = arena.free_pages_of(group)
+    used = in_tree + private
+    _require(len(set(used)) == len(used), f"{name}: a page is used twice")
+    _require(not free.intersection(used), f"{name}: a page is both free and used")
+    _require(arena.num_used[group] == len(used), f"{name}: {arena.num_used[group]} pages counted, {len(used)} found")
+    _require(manager.num_owned[group] == len(private) + len(referenced), f"{name}: the count of owned pages is wrong")
+    lent = np.flatnonzero(arena.slab_group == group)
+    spec = manager.layout.groups[group]
+    every = {
+        int(slab) * manager.layout.slab_units + index * spec.page_units
+        for slab in lent
+        for index in range(spec.pages_per_slab)
+    }
+    _require(every == free.union(used), f"{name}: pages and lent slabs do not match")
+    num_free_slabs = int((arena.slab_group == FREE).sum())
+    _require(arena.num_free_slabs == num_free_slabs, "the list of free slabs is wrong")

@@ -1,0 +1,314 @@
+"""The prefix tree: which blocks of tokens have KV in the cache, per group.
+
+A node is one block. It is found by (parent node, its token ids), so a match is one dictionary
+look-up per block and exact: no hash can collide, and requests under different salts start at
+different roots and never meet. A node lacks a group's page where that page was dropped; without
+the page of a windowed group it is a *tombstone*.
+
+What keeps things alive:
+
+    full-attention page   its node exists
+    windowed page         a request references it, or a resume point holds it
+    node                  it has a child, a resume point, a reference, or a pin
+
+A *resume point* sits at the end of a node and holds the windowed pages that a request needs to start
+there. Resume points are what ages and is evicted, always with all their pages: part of a window is
+dead weight. When a node's last reason to exist goes, it goes with its pages, and so do the ancestors
+that only led to it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from lamella.kv_cache.arena import NULL_PAGE
+from lamella.kv_cache.spec import KVCacheSpec, ceil_div
+
+NO_NODE = -1
+Salt = str | None
+
+
+class PrefixMatch(NamedTuple):
+    """What the tree has of a prompt.
+
+    num_tokens: the longest resume point; path: nodes of its whole blocks; tail_node: the node that holds
+    the positions after them, to be copied (NO_NODE where the resume point is a block boundary).
+    num_structural_tokens: the longest prefix whose blocks exist, tombstones included; where it is longer
+    than num_tokens, another prompt has been here and diverged or its window is gone.
+    """
+
+    num_tokens: int
+    path: list[int]
+    tail_node: int
+    num_structural_tokens: int
+
+
+class PrefixTree:
+    """Nodes as rows of arrays. Calls `free_page(group, page)` for each page that is let go."""
+
+    def __init__(
+        self, specs: tuple[KVCacheSpec, ...], *, page_tokens: int, free_page: Callable[[int, int], None]
+    ) -> None:
+        self.specs = specs
+        self.page_tokens = page_tokens
+        self._free_page = free_page
+        self.full_groups = [group for group, spec in enumerate(specs) if not spec.is_windowed]
+        self.windowed_groups = [group for group, spec in enumerate(specs) if spec.is_windowed]
+        self.num_tombstones = 0
+        self.num_evicted_resume_points = 0
+        self._allocate_rows(256)
+        self._free_nodes: list[int] = []
+        self._num_rows = 0
+        self._roots: dict[Salt, int] = {}
+        self._salt_of: dict[int, Salt] = {}
+        self._children: dict[tuple[int, bytes], int] = {}
+        self._by_first_token: dict[tuple[int, bytes], dict[int, None]] = {}
+        self._key: dict[int, tuple[int, bytes]] = {}
+        # Resume points by the node they end at, oldest use first -> the (group, node) pages they hold.
+        self.resume_points: OrderedDict[int, list[tuple[int, int]]] = OrderedDict()
+
+    def _allocate_rows(self, capacity: int) -> None:
+        num_groups = len(self.specs)
+        self.parent = np.full(capacity, NO_NODE, dtype=np.int64)
+        self.end = np.zeros(capacity, dtype=np.int64)  # position after the node's last token
+        self.num_children = np.zeros(capacity, dtype=np.int64)
+        self.pins = np.zeros(capacity, dtype=np.int64)
+        self.page = np.full((num_groups, capacity), NULL_PAGE, dtype=np.int64)
+        self.refs = np.zeros((num_groups, capacity), dtype=np.int64)
+        self.holds = np.zeros((num_groups, capacity), dtype=np.int64)
+
+    def _grow_rows(self) -> None:
+        old = (self.parent, self.end, self.num_children, self.pins, self.page, self.refs, self.holds)
+        capacity = len(self.parent)
+        self._allocate_rows(2 * capacity)
+        new = (self.parent, self.end, self.num_children, self.pins, self.page, self.refs, self.holds)
+        for source, target in zip(old, new, strict=True):
+            target[..., :capacity] = source
+
+    # Finding
+
+    def root(self, salt: Salt) -> int:
+        node = self._roots.get(salt)
+        if node is None:
+            node = self._roots[salt] = self._new_row()
+            self._salt_of[node] = salt
+        return node
+
+    def child(self, parent: int, tokens: bytes) -> int:
+        """The node for a block (its int32 token ids as bytes) under `parent`, or NO_NODE."""
+        return self._children.get((parent, tokens), NO_NODE)
+
+    def nodes(self) -> Iterator[int]:
+        return iter(self._key)
+
+    def roots(self) -> dict[Salt, int]:
+        return self._roots
+
+    def match(self, token_ids: np.ndarray, salt: Salt, max_tokens: int) -> PrefixMatch:
+        """The longest resume point of at most `max_tokens` tokens. Changes nothing.
+
+        token_ids: int32 [n].
+        """
+        if salt not in self._roots:
+            return PrefixMatch(0, [], NO_NODE, 0)
+        page_tokens = self.page_tokens
+        raw = token_ids.astype(np.int32, copy=False).tobytes()
+        block_bytes = 4 * page_tokens
+        node = self._roots[salt]
+        path: list[int] = []
+        for start in range(0, len(raw) - block_bytes + 1, block_bytes):
+            following = self._children.get((node, raw[start : start + block_bytes]), NO_NODE)
+            if following == NO_NODE:
+                break
+            path.append(following)
+            node = following
+        tail_node, tail_tokens = self._match_inside(node, raw[len(path) * block_bytes : (len(path) + 1) * block_bytes])
+        nodes = path if tail_node == NO_NODE else [*path, tail_node]
+        structural = len(path) * page_tokens + tail_tokens
+        num_tokens = self._longest_resume(nodes, min(structural, max_tokens))
+        num_blocks = num_tokens // page_tokens
+        source = nodes[num_blocks] if num_tokens % page_tokens else NO_NODE
+        return PrefixMatch(num_tokens, nodes[:num_blocks], source, structural)
+
+    def _match_inside(self, parent: int, block: bytes) -> tuple[int, int]:
+        """The child of `parent` that shares most first tokens with `block`: (node, number of tokens)."""
+        best, best_tokens = NO_NODE, 0
+        for node in self._by_first_token.get((parent, block[:4]), ()):
+            tokens = self._key[node][1]
+            length = min(len(tokens), len(block)) // 4
+            same = np.frombuffer(tokens, np.int32, length) == np.frombuffer(block, np.int32, length)
+            common = length if same.all() else int(same.argmin())
+            if common > best_tokens:
+                best, best_tokens = node, common
+        return best, best_tokens
+
+    def _longest_resume(self, nodes: list[int], limit: int) -> int:
+        """Largest h <= limit such that in every windowed group each block that meets
+        [first_needed(h), h) is live, and so is the block that h lies inside of: who resumes there takes
+        a copy of it, and a block with unwritten positions must never enter the tree."""
+        page_tokens = self.page_tokens
+        position = limit
+        live = {group: self.page[group, nodes] != NULL_PAGE for group in self.windowed_groups} if nodes else {}
+        settled = False
+        while position > 0 and not settled:
+            settled = True
+            for group, alive in live.items():
+                first = min(self.specs[group].first_needed(position), position // page_tokens * page_tokens)
+                low, high = first // page_tokens, ceil_div(position, page_tokens)
+                dead = np.flatnonzero(~alive[low:high])
+                if len(dead):
+                    # No position inside or after the dead block will do, its end excepted: there a
+                    # chunk of chunked-local attention may start, which needs nothing.
+                    block = low + int(dead[-1])
+                    end = (block + 1) * page_tokens
+                    position = end if end < position else block * page_tokens
+                    settled = False
+        return position
+
+    # Building
+
+    def insert(self, parent: int, tokens: bytes) -> int:
+        """A new node under `parent`, without pages. The caller gives it pages, references or a pin at once."""
+        node = self._new_row()
+        self.parent[node] = parent
+        self.end[node] = self.end[parent] + len(tokens) // 4
+        self.num_children[parent] += 1
+        key = (parent, tokens)
+        self._children[key] = node
+        self._key[node] = key
+        self._by_first_token.setdefault((parent, tokens[:4]), {})[node] = None
+        return node
+
+    def tokens_of(self, node: int) -> bytes:
+        return self._key[node][1]
+
+    def _new_row(self) -> int:
+        if self._free_nodes:
+            return self._free_nodes.pop()
+        if self._num_rows == len(self.parent):
+            self._grow_rows()
+        self._num_rows += 1
+        return self._num_rows - 1
+
+    # References
+
+    def lock(self, group: int, node: int) -> int:
+        """Add a reference to the node's page of `group` and return the page, which must exist."""
+        page = int(self.page[group, node])
+        assert page != NULL_PAGE, "only a live page can be locked"
+        self.refs[group, node] += 1
+        return page
+
+    def unlock(self, group: int, node: int) -> None:
+        """Drop one reference. A windowed page that nothing else keeps is freed; so is a node."""
+        self.refs[group, node] -= 1
+        assert self.refs[group, node] >= 0, "unlock without lock"
+        if self.refs[group, node] == 0:
+            self._drop_unkept_window_page(group, node)
+            self.prune(node)
+
+    def pin(self, node: int) -> None:
+        """Keep the node, as the place where a request will add its next block."""
+        self.pins[node] += 1
+
+    def unpin(self, node: int) -> None:
+        self.pins[node] -= 1
+        assert self.pins[node] >= 0, "unpin without pin"
+        self.prune(node)
+
+    def _drop_unkept_window_page(self, group: int, node: int) -> None:
+        if self.specs[group].is_windowed and not self.refs[group, node] and not self.holds[group, node]:
+            page = int(self.page[group, node])
+            if page != NULL_PAGE:
+                self.page[group, node] = NULL_PAGE
+                self.num_tombstones += 1
+                self._free_page(group, page)
+
+    def prune(self, node: int) -> None:
+        """Remove the node if it has no reason to exist, then its ancestors likewise."""
+        while node in self._key and not (
+            self.num_children[node] or self.pins[node] or node in self.resume_points or self.refs[:, node].any()
+        ):
+            for group in range(len(self.specs)):
+                page = int(self.page[group, node])
+                if page != NULL_PAGE:
+                    self.page[group, node] = NULL_PAGE
+                    self._free_page(group, page)
+            parent, tokens = self._key.pop(node)
+            del self._children[parent, tokens]
+            siblings = self._by_first_token[parent, tokens[:4]]
+            del siblings[node]
+            if not siblings:
+                del self._by_first_token[parent, tokens[:4]]
+            self.num_children[parent] -= 1
+            self._recycle(node)
+            node = parent
+        if node in self._salt_of and not (self.num_children[node] or self.pins[node]):
+            del self._roots[self._salt_of.pop(node)]
+            self._recycle(node)
+
+    def _recycle(self, node: int) -> None:
+        self.parent[node] = NO_NODE
+        self.end[node] = 0
+        self._free_nodes.append(node)
+
+    # Resume points
+
+    def add_resume_point(self, node: int, window_nodes: list[tuple[int, int]]) -> None:
+        """Make the end of `node` a place to resume, holding the live pages `window_nodes` (group, node).
+
+        One that was there is replaced. It becomes the most recently used.
+        """
+        for group, held in window_nodes:
+            assert self.page[group, held] != NULL_PAGE, "a resume point holds live pages only"
+            self.holds[group, held] += 1
+        previous = self.resume_points.pop(node, None)
+        self.resume_points[node] = window_nodes
+        if previous:
+            self._let_go(previous)
+
+    def drop_resume_point(self, node: int) -> None:
+        """Give up the resume point at `node`, if there is one."""
+        held = self.resume_points.pop(node, None)
+        if held is not None:
+            self._let_go(held)
+            self.prune(node)
+
+    def touch(self, node: int) -> None:
+        """The resume point at `node`, if there is one, was used now."""
+        if node in self.resume_points:
+            self.resume_points.move_to_end(node)
+
+    def evict_one(self) -> bool:
+        """Give up the least recently used resume point that keeps memory from use; False: there is none.
+
+        Without windowed groups every block end is a place to resume, so there only the last block goes
+        and the resume point moves up to its parent with its age.
+        """
+        node = next((node for node, held in self.resume_points.items() if self._keeps_memory(node, held)), NO_NODE)
+        if node == NO_NODE:
+            return False
+        held = self.resume_points.pop(node)
+        parent = int(self.parent[node])
+        if not self.windowed_groups and parent in self._key and parent not in self.resume_points:
+            self.resume_points[parent] = []
+            self.resume_points.move_to_end(parent, last=False)
+        self._let_go(held)
+        self.prune(node)
+        self.num_evicted_resume_points += 1
+        return True
+
+    def _keeps_memory(self, node: int, held: list[tuple[int, int]]) -> bool:
+        """Whether the resume point, alone or with others, is why an unused page is not free."""
+        if not (self.num_children[node] or self.pins[node] or self.refs[:, node].any()):
+            return True
+        return any(not self.refs[group, page_node] for group, page_node in held)
+
+    def _let_go(self, held: list[tuple[int, int]]) -> None:
+        for group, node in held:
+            self.holds[group, node] -= 1
+            self._drop_unkept_window_page(group, node)
