@@ -1,0 +1,97 @@
+"""Runs one step: copies pages, builds each group's attention metadata, runs the model, samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from lamella.attention.backend import AttentionBackend, attend
+from lamella.attention.metadata import AttentionMetadata
+from lamella.kv_cache.layout import KVLayout
+from lamella.kv_cache.spec import KVCacheSpec
+from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
+from lamella.model_executor.sampler import Sampler
+from lamella.model_executor.step_plan import GroupPlan, StepPlan, StepResult
+
+
+class ModelRunner:
+    """Owns the model and its view of the KV arena (uint8 [bytes]); knows nothing of requests.
+
+    attention_specs: what each layer sees; `layout` says where its KV lies.
+    """
+
+    def __init__(
+        self,
+        model: Gemma3ForCausalLM,
+        backend: AttentionBackend,
+        layout: KVLayout,
+        attention_specs: list[KVCacheSpec],
+        arena: torch.Tensor,
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.layout = layout
+        self.arena = arena
+        self.sampler = Sampler()
+        self.params = model.attention_params(attention_specs)
+        self.group_of_layer = []
+        self.caches = []
+        for layer, spec in enumerate(attention_specs):
+            group, offset_bytes = layout.layer_address(layer)
+            self.group_of_layer.append(group)
+            self.caches.append(
+                backend.layer_cache(
+                    arena,
+                    spec=spec,
+                    dtype=model.dtype,
+                    page_tokens=layout.page_tokens,
+                    unit_bytes=layout.unit_bytes,
+                    offset_bytes=offset_bytes,
+                )
+            )
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._copy_pages(plan)
+        device = self.arena.device
+        metadata = [self._metadata(plan, group) for group in plan.groups]
+
+        def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            group = self.group_of_layer[layer]
+            return attend(self.backend, self.params[layer], self.caches[layer], q, k, v, metadata[group])
+
+        output_rows = torch.from_numpy(plan.query_start[1:][plan.sample_requests] - 1).to(device)
+        hidden = self.model(
+            torch.from_numpy(plan.token_ids).to(device),
+            torch.from_numpy(plan.positions).to(device),
+            attention,
+            output_rows,
+        )
+        if not len(output_rows):
+            return StepResult(token_ids=np.zeros(0, dtype=np.int64), logprobs={})
+        return self.sampler(self.model.logits(hidden), plan.sampling)
+
+    def _copy_pages(self, plan: StepPlan) -> None:
+        """Copy-on-write pages, all layers of a group at once. Sources and targets never overlap."""
+        for group, part in zip(self.layout.groups, plan.groups, strict=True):
+            if len(part.copies.src_pages):
+                num_ids = (self.arena.numel() - group.page_bytes) // self.layout.unit_bytes + 1
+                pages = self.arena.as_strided((num_ids, group.page_bytes), (self.layout.unit_bytes, 1))
+                sources = torch.from_numpy(part.copies.src_pages).to(self.arena.device)
+                pages[torch.from_numpy(part.copies.dst_pages).to(self.arena.device)] = pages[sources]
+
+    def _metadata(self, plan: StepPlan, group: GroupPlan) -> AttentionMetadata:
+        device = self.arena.device
+        return AttentionMetadata(
+            page_tokens=self.layout.page_tokens,
+            num_decodes=plan.num_decodes,
+            query_start=torch.from_numpy(plan.query_start).to(device),
+            seq_lens=torch.from_numpy(plan.seq_lens).to(device),
+            first_blocks=torch.from_numpy(group.first_blocks).to(device),
+            block_tables=torch.from_numpy(group.block_tables).to(device),
+            slot_mapping=torch.from_numpy(group.slot_mapping).to(device),
+            query_start_host=plan.query_start,
+            seq_lens_host=plan.seq_lens,
+            first_blocks_host=group.first_blocks,
+            block_tables_host=group.block_tables,
+        )

@@ -1,0 +1,66 @@
+"""Converted weights on disk: written once, memory-mapped ever after.
+
+A mapped file costs no copy, and processes that load the same model share its pages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from lamella.errors import ModelLoadError
+from lamella.model_executor.cache_folder import entry_path, written_entry
+from lamella.model_executor.checkpoint import Checkpoint
+from lamella.model_executor.safetensors_files import DTYPES, read_safetensors_header, write_safetensors_header
+from lamella.model_executor.weight_conversion import ParameterPlan, converted_pieces, parameter_dtype
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+
+
+def weight_entry_path(cache_dir: Path, files: Sequence[Path], dtype: torch.dtype) -> Path:
+    """Where the converted weights of `files`, as they are now, lie or would lie."""
+    kind = f"weights-{str(dtype).removeprefix('torch.')}"
+    return entry_path(cache_dir, files, kind=kind, format_version=FORMAT_VERSION, suffix=".safetensors")
+
+
+def read_weight_entry(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> dict[str, torch.Tensor] | None:
+    """The parameters in `shapes`, mapped from `path`; None when there is no such file or it is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        entries = read_safetensors_header(path)
+    except ModelLoadError as error:
+        logger.info("converted weights are damaged and will be made anew: %s", error)
+        return None
+    found = {name: (entry.shape, DTYPES.get(entry.dtype_name)) for name, entry in entries.items()}
+    if found != {name: (tuple(shape), parameter_dtype(name, dtype)) for name, shape in shapes.items()}:
+        logger.info("converted weights at %s are for another shape of the model and will be made anew", path)
+        return None
+    try:
+        return map_safetensors(path)
+    except Exception as error:  # gone meanwhile, or damaged in a way the header does not show
+        logger.info("converted weights at %s cannot be mapped and will be made anew: %s", path, error)
+        return None
+
+
+def write_weight_entry(path: Path, checkpoint: Checkpoint, plans: Sequence[ParameterPlan]) -> None:
+    """Convert the parameters straight into a new file at `path`. Raises OSError when it cannot be written."""
+    with written_entry(path) as file:
+        write_safetensors_header(file, {plan.name: (plan.shape, plan.dtype) for plan in plans})
+        for piece in converted_pieces(checkpoint, plans):
+            file.write(piece.values.contiguous().view(torch.uint8).numpy().data)
+
+
+def map_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in the file, as views of a private memory map of it."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
