@@ -1,0 +1,83 @@
+"""Engine arguments, checked when given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lamella.attention.backend import BACKEND_NAMES
+from lamella.errors import ConfigError
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to run a model. Names follow vLLM's engine arguments where both have the thing.
+
+    model: Hugging Face folder, .gguf file, or "demo:gemma-3-270m". tokenizer: folder or file to use
+    instead of the model's. load_format: "auto", "safetensors", "gguf" or "dummy" (random weights).
+    dtype: "auto" (the checkpoint's; float32 on CPU), "float32", "bfloat16" or "float16".
+    seed: base of the seeds of requests that give none.
+    max_model_len: longest prompt + output in tokens; None: the model's own, "auto" (or -1): the longest
+    that the KV memory allows.
+    max_num_seqs: most requests that run at once. max_num_batched_tokens: most tokens in one step.
+    page_size: tokens per KV page. swa_eviction_interval: tokens that must have left a window before
+    decode frees them; None: one page.
+    kv_cache_memory_bytes: size of the KV arena; None: kv_cache_memory_fraction of the memory available
+    once the weights are loaded.
+    disable_hybrid_kv_cache: keep every layer's KV for the request's life.
+    check_invariants: check the KV bookkeeping after every step (slow; for tests and debugging).
+    cache_dir: where converted weights are kept; None: the user's cache folder.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    load_format: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    max_model_len: int | str | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    page_size: int = 16
+    swa_eviction_interval: int | None = None
+    enable_prefix_caching: bool = True
+    disable_hybrid_kv_cache: bool = False
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_fraction: float = 0.4
+    attention_backend: str = "auto"
+    cache_dir: str | None = None
+    check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model={self.model!r}: must be the path of a model or a demo model's name")
+        self._require_one_of("load_format", LOAD_FORMATS)
+        self._require_one_of("dtype", DTYPES)
+        self._require_one_of("attention_backend", BACKEND_NAMES)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+            self._require_positive(name)
+        for name in ("swa_eviction_interval", "kv_cache_memory_bytes"):
+            if getattr(self, name) is not None:
+                self._require_positive(name)
+        if self.max_model_len is not None and self.max_model_len not in ("auto", -1):
+            self._require_positive("max_model_len", 'or "auto"')
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ConfigError(f"seed={self.seed!r}: must be an integer of at least 0")
+        if not 0 < self.kv_cache_memory_fraction <= 1:
+            raise ConfigError(f"kv_cache_memory_fraction={self.kv_cache_memory_fraction!r}: must lie in (0, 1]")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                "a step must have room for one token of every running request"
+            )
+
+    def _require_one_of(self, name: str, choices: tuple[str, ...]) -> None:
+        if getattr(self, name) not in choices:
+            raise ConfigError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(choices)}")
+
+    def _require_positive(self, name: str, otherwise: str = "") -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r}: must be a positive integer {otherwise}".rstrip())

@@ -1,0 +1,192 @@
+"""The offline batch interface: `LLM(model).generate(prompts)`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from lamella.engine.config import EngineConfig
+from lamella.engine.engine import Engine
+from lamella.engine.outputs import RequestOutput
+from lamella.engine.prompts import ParsedPrompt, Prompt, split_prompts
+from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
+from lamella.errors import LamellaError, RequestError
+from lamella.model_executor.model_config import ModelConfig
+from lamella.model_executor.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model for offline batches. Keyword arguments are EngineConfig's; unknown ones raise TypeError.
+
+    A context manager; `close()` gives the memory back.
+    """
+
+    def __init__(self, model: str, **engine_arguments: Any) -> None:
+        self.engine = Engine(EngineConfig(model=model, **engine_arguments))
+        self._next_id = itertools.count()
+
+    @property
+    def load_seconds(self) -> float:
+        return self.engine.load_seconds
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.engine.model_config
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.engine.get_tokenizer()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., tqdm[Any]] = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; outputs are in the order of the prompts.
+
+        prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of
+        these, mixed freely. sampling_params: one for all, or one per prompt; None: SamplingParams().
+        use_tqdm: show a progress bar, or make it with this callable.
+        All prompts are checked before anything runs: RequestError names the first bad one.
+        """
+        split = split_prompts(prompts)
+        all_params = self._params_per_prompt(sampling_params, len(split))
+        parsed: list[ParsedPrompt] = []
+        for index, (prompt, params) in enumerate(zip(split, all_params, strict=True)):
+            try:
+                parsed.append(self.engine.parse(prompt, params))
+            except RequestError as error:
+                raise RequestError(f"prompts[{index}]: {error}") from error
+        return self._run(parsed, all_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., tqdm[Any]] = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, rendered with the model's chat template.
+
+        messages: [{"role": "user", "content": ...}, ...]. chat_template: a Jinja template to use instead.
+        """
+        conversations = _split_conversations(messages)
+        tokenizer = self.get_tokenizer()
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = tokenizer.apply_chat_template(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                **(chat_template_kwargs or {}),
+            )
+            # Chat templates write the special tokens themselves.
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; True when none is left."""
+        return self.engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Give all memory back. Closing twice is fine."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _params_per_prompt(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            return [sampling_params or SamplingParams()] * num_prompts
+        if not isinstance(sampling_params, Sequence):
+            raise RequestError(
+                f"sampling_params is {type(sampling_params).__name__}: must be a SamplingParams or a list of them"
+            )
+        if len(sampling_params) != num_prompts:
+            raise RequestError(
+                f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts: give one for all, "
+                "or one per prompt"
+            )
+        return list(sampling_params)
+
+    def _run(
+        self, prompts: list[ParsedPrompt], all_params: list[SamplingParams], use_tqdm: bool | Callable[..., tqdm[Any]]
+    ) -> list[RequestOutput]:
+        engine = self.engine
+        if engine.has_unfinished_requests():
+            raise LamellaError(
+                f"the engine still has {engine.num_unfinished_requests} requests from add_request: step until they "
+                "are finished, or abort them, before calling generate"
+            )
+        ids = [f"llm-{next(self._next_id)}" for _ in prompts]
+        finished: dict[str, RequestOutput] = {}
+        progress = _Progress(len(prompts), use_tqdm)
+        try:
+            for request_id, prompt, params in zip(ids, prompts, all_params, strict=True):
+                final_only = dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+                engine.add_parsed(request_id, prompt, final_only)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    finished[output.request_id] = output
+                    progress.add(output)
+        finally:
+            engine.abort(request_id for request_id in ids if request_id not in finished)
+            progress.close()
+        return [finished[request_id] for request_id in ids]
+
+
+class _Progress:
+    """Finished prompts, with input and output tokens per second so far."""
+
+    def __init__(self, num_prompts: int, use_tqdm: bool | Callable[..., tqdm[Any]]) -> None:
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        self._bar = make(total=num_prompts, desc="Generating", unit="prompt", dynamic_ncols=True) if use_tqdm else None
+        self._num_in = self._num_out = 0
+
+    def add(self, output: RequestOutput) -> None:
+        if self._bar is None:
+            return
+        self._num_in += len(output.prompt_token_ids)
+        self._num_out += sum(len(completion.token_ids) for completion in output.outputs)
+        seconds = max(self._bar.format_dict["elapsed"], 1e-9)
+        rates = f"in {self._num_in / seconds:.1f} tok/s, out {self._num_out / seconds:.1f} tok/s"
+        self._bar.set_postfix_str(rates, refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _split_conversations(messages: Any) -> list[Sequence[Message]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise RequestError(
+            'messages must be a non-empty list of {"role": ..., "content": ...}, or a list of such lists'
+        )
+    conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
+    for index, conversation in enumerate(conversations):
+        if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
+            raise RequestError(f"messages[{index}] must be a non-empty list of messages")
+        for message in conversation:
+            if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+                raise RequestError(f'messages[{index}] holds {message!r}: each message needs "role" and "content"')
+    return conversations

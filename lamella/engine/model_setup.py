@@ -1,0 +1,140 @@
+"""From an EngineConfig to a model in memory with a KV arena of the right size."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lamella.attention.backend import choose_backend
+from lamella.engine.config import EngineConfig
+from lamella.engine.scheduler import Scheduler
+from lamella.errors import ConfigError
+from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.layout import KVLayout, build_layout, without_sliding
+from lamella.kv_cache.memory import allocate_arena, available_memory_bytes
+from lamella.kv_cache.sizing import PoolSize, size_pool
+from lamella.model_executor.loading import load_config, load_tokenizer, load_weights, resolve_model
+from lamella.model_executor.model_config import ModelConfig, layer_specs
+from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
+from lamella.model_executor.runner import ModelRunner
+from lamella.model_executor.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LoadedEngine:
+    """Everything that `Engine.close` lets go."""
+
+    tokenizer: Tokenizer
+    model_config: ModelConfig
+    layout: KVLayout
+    pool: PoolSize
+    manager: HybridBlockManager
+    scheduler: Scheduler
+    runner: ModelRunner
+
+
+def load_engine(config: EngineConfig) -> LoadedEngine:
+    """Load tokenizer and weights side by side, then size the KV arena from what memory is left.
+
+    Raises ConfigError, ModelLoadError or CapacityError before memory is taken, where that can be told.
+    """
+    device = _choose_device(config.device)
+    cache_dir = Path(config.cache_dir) if config.cache_dir is not None else None
+    source = resolve_model(config.model, config.load_format)
+    tokenizer_source = source if config.tokenizer is None else resolve_model(config.tokenizer)
+    model_config = load_config(source)
+    max_model_len = _check_max_model_len(config, model_config)
+    dtype = _choose_dtype(config.dtype, model_config, device)
+    backend = choose_backend(config.attention_backend, device)
+    model = Gemma3ForCausalLM(model_config, dtype)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="lamella-tokenizer") as pool:
+        tokenizer_loading = pool.submit(load_tokenizer, tokenizer_source, cache_dir)
+        weights = load_weights(source, model_config, model.expected_shapes(), dtype=dtype, cache_dir=cache_dir)
+        tokenizer = tokenizer_loading.result()
+    model.load({name: tensor.to(device) for name, tensor in weights.items()})
+
+    attention_specs = layer_specs(model_config, itemsize_bytes=dtype.itemsize)
+    stored_specs = without_sliding(attention_specs) if config.disable_hybrid_kv_cache else attention_specs
+    layout = build_layout(stored_specs, page_tokens=config.page_size)
+    interval_tokens = config.swa_eviction_interval or config.page_size
+    memory_bytes = config.kv_cache_memory_bytes
+    if memory_bytes is None:
+        memory_bytes = int(available_memory_bytes(device) * config.kv_cache_memory_fraction)
+    size = size_pool(
+        layout,
+        memory_bytes=memory_bytes,
+        max_model_len=max_model_len,
+        longest_model_len=model_config.max_position_embeddings,
+        chunk_tokens=config.max_num_batched_tokens,
+        interval_tokens=interval_tokens,
+    )
+    if size.chunk_tokens < config.max_num_batched_tokens:
+        logger.info(
+            "prefill chunks of one request are capped at %d tokens: the KV memory holds no more beside a request of "
+            "%d tokens",
+            size.chunk_tokens,
+            size.max_model_len,
+        )
+    manager = HybridBlockManager(
+        layout,
+        num_slabs=size.num_slabs,
+        num_rows=config.max_num_seqs,
+        max_model_len=size.max_model_len,
+        interval_tokens=interval_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=size.max_model_len,
+        chunk_tokens=size.chunk_tokens,
+    )
+    arena = allocate_arena(layout, size.num_slabs, device)
+    runner = ModelRunner(model, backend, layout, attention_specs, arena)
+    return LoadedEngine(tokenizer, model_config, layout, size, manager, scheduler, runner)
+
+
+def _choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f'device={name!r} is not known: use "auto", "cpu" or "cuda"') from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f'device={name!r} is not supported: use "auto", "cpu" or "cuda"')
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f'device={name!r}: this torch finds no CUDA device; use device="cpu"')
+    return device
+
+
+def _choose_dtype(name: str, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        # CPUs without 16-bit arithmetic emulate it several times slower than float32.
+        name = "float32" if device.type == "cpu" else model_config.dtype
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _check_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int | None:
+    """The length asked for; None: the longest that fits."""
+    longest = model_config.max_position_embeddings
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len in ("auto", -1):
+        return None
+    assert isinstance(config.max_model_len, int)
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len}: the model was made for at most {longest} positions; "
+            f"give that or less"
+        )
+    return config.max_model_len

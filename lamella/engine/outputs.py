@@ -1,0 +1,73 @@
+"""What a caller gets back. Plain frozen values, with vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability (natural logarithm) under the model's unfiltered distribution.
+
+    rank: 1 is the most likely. decoded_token: the token's text, None if it was not decoded.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of `time.monotonic`; None: never happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample of a request.
+
+    text, token_ids and logprobs hold everything so far, or with RequestOutputKind.DELTA what is new.
+    token_ids includes the token that ended the generation; text leaves it out unless
+    include_stop_str_in_output was asked for.
+    cumulative_logprob: sum of the sampled tokens' log-probabilities so far, None unless asked for.
+    logprobs: per token, the asked-for top tokens and the sampled one by token id, None unless asked for.
+    finish_reason: None while running; "stop" (an end token, a stop token id or a stop string),
+        "length" (max_tokens or max_model_len), "abort".
+    stop_reason: what stopped it: the token id of stop_token_ids, the string of stop; None for an end
+        token and for every other finish_reason.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One request and its samples so far.
+
+    prompt: the text if text was given, else None. outputs: one per sample, in order of index.
+    finished: every sample has finished. metrics: None unless the engine keeps statistics.
+    num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0

@@ -1,0 +1,100 @@
+"""What users pass as a prompt, checked and turned into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import numpy as np
+
+from lamella.errors import RequestError
+from lamella.model_executor.tokenizer import Tokenizer
+
+
+class TextPrompt(TypedDict, total=False):
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    prompt_token_ids: Sequence[int]
+    prompt: str
+    cache_salt: str
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+FORMS = 'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedPrompt:
+    """text: None where only token ids were given. token_ids: int32 [n], n >= 1.
+    cache_salt: prefixes are shared only between prompts of equal salt."""
+
+    text: str | None
+    token_ids: np.ndarray
+    cache_salt: str | None
+
+
+def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """One prompt or many -> a list of prompts."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if isinstance(prompts, np.ndarray) and prompts.ndim == 1:
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts is {type(prompts).__name__}: must be {FORMS}, or a list of these")
+    if prompts and all(_is_integer(token) for token in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def parse_prompt(prompt: Any, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int) -> ParsedPrompt:
+    """Check one prompt. Raises RequestError saying which form or token is wrong and what would work."""
+    text: str | None = None
+    salt: str | None = None
+    tokens: Any = prompt
+    if isinstance(prompt, Mapping):
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        if unknown or (prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None):
+            raise RequestError(f"prompt has the keys {sorted(map(str, prompt))}: must be {FORMS}")
+        salt = prompt.get("cache_salt")
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise RequestError(f"cache_salt={salt!r}: must be a string that is not empty")
+        text = prompt.get("prompt")
+        tokens = prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f'prompt["prompt"] is {type(text).__name__}: must be a string')
+    elif isinstance(prompt, str):
+        text, tokens = prompt, None
+    if tokens is None and text is not None:
+        if not text:
+            raise RequestError("prompt is empty: give at least one character or token id")
+        tokens = tokenizer.encode(text)
+    token_ids = _check_token_ids(tokens, vocab_size)
+    if len(token_ids) >= max_model_len:
+        raise RequestError(
+            f"prompt has {len(token_ids)} tokens, which leaves no room for output within "
+            f"max_model_len={max_model_len}: shorten it to at most {max_model_len - 1} tokens"
+        )
+    return ParsedPrompt(text, token_ids, salt)
+
+
+def _check_token_ids(tokens: Any, vocab_size: int) -> np.ndarray:
+    if isinstance(tokens, np.ndarray):
+        tokens = tokens.tolist()
+    if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytes, bytearray)):
+        raise RequestError(f"prompt is {type(tokens).__name__}: must be {FORMS}")
+    if not len(tokens):
+        raise RequestError("prompt is empty: give at least one character or token id")
+    for index, token in enumerate(tokens):
+        if not _is_integer(token):
+            raise RequestError(f"prompt token {index} is {token!r}: token ids are integers")
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"prompt token {index} is {token}: must lie in [0, {vocab_size - 1}], the vocabulary")
+    return np.asarray(tokens, dtype=np.int32)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

@@ -1,0 +1,51 @@
+"""One sequence to generate, from arrival to finish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lamella.engine.sampling_params import SamplingParams
+from lamella.model_executor.step_plan import TokenLogprobs
+
+NO_ROW = -1
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt and how to continue it. With n > 1 each of the n samples is a Request of its own.
+
+    token_ids: int32, prompt and output so far; current only while the request is in no row (a running
+    request's tokens are in the scheduler's table).
+    stop_token_ids: ids that end the request: the model's end tokens unless ignored, and its own.
+    """
+
+    request_id: str
+    sample_index: int
+    params: SamplingParams
+    token_ids: np.ndarray
+    num_prompt_tokens: int
+    max_total_tokens: int
+    seed: int
+    eos_token_ids: frozenset[int]
+    stop_token_ids: frozenset[int]
+    arrival_order: int
+    arrival_time: float
+    salt: str | None = None
+    row: int = NO_ROW
+    num_cached_tokens: int | None = None  # prompt tokens served from the cache when it first ran
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    output_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def banned_before_min_tokens(self) -> tuple[int, ...]:
+        return tuple(sorted(self.eos_token_ids | self.stop_token_ids))

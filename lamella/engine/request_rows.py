@@ -1,0 +1,90 @@
+"""The running batch as arrays: one row per request, so that a step is array arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lamella.engine.request import NO_ROW, Request
+from lamella.model_executor.step_plan import SamplingBatch
+
+
+class RequestRows:
+    """Token ids, positions and sampling settings of up to `num_rows` running requests.
+
+    num_tokens: tokens known (prompt and sampled); num_computed: tokens whose KV is in the cache;
+    due: the position at which the block manager must be asked for room.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int) -> None:
+        self.requests: list[Request | None] = [None] * num_rows
+        self.tokens = np.zeros((num_rows, max_model_len), dtype=np.int32)
+        self.num_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.num_computed = np.zeros(num_rows, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.max_total_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.due = np.zeros(num_rows, dtype=np.int64)
+        self.temperature = np.zeros(num_rows)
+        self.top_k = np.zeros(num_rows, dtype=np.int64)
+        self.top_p = np.ones(num_rows)
+        self.min_p = np.zeros(num_rows)
+        self.seeds = np.zeros(num_rows, dtype=np.uint64)
+        self.min_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free_rows)
+
+    @property
+    def next_free_row(self) -> int:
+        return self._free_rows[-1]
+
+    def request(self, row: int) -> Request:
+        request = self.requests[row]
+        assert request is not None, f"row {row} is empty"
+        return request
+
+    def put(self, request: Request, num_computed: int) -> int:
+        """Move a request into a free row; its tokens live there until `take`."""
+        row = self._free_rows.pop()
+        params = request.params
+        self.requests[row] = request
+        request.row = row
+        self.tokens[row, : len(request.token_ids)] = request.token_ids
+        self.num_tokens[row] = len(request.token_ids)
+        self.num_computed[row] = num_computed
+        self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.max_total_tokens[row] = request.max_total_tokens
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seeds[row] = request.seed
+        self.min_tokens[row] = params.min_tokens
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        return row
+
+    def take(self, row: int) -> Request:
+        """Move a request out of its row, with its tokens."""
+        request = self.request(row)
+        request.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
+        request.row = NO_ROW
+        self.requests[row] = None
+        self._free_rows.append(row)
+        return request
+
+    def sampling_batch(self, rows: np.ndarray) -> SamplingBatch:
+        """How to sample the next token of each of `rows` (int64 [S])."""
+        draw_index = self.num_tokens[rows] - self.num_prompt_tokens[rows]
+        too_short = np.flatnonzero(draw_index < self.min_tokens[rows])
+        return SamplingBatch(
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            seeds=self.seeds[rows],
+            draw_index=draw_index,
+            num_logprobs=self.num_logprobs[rows],
+            banned_token_ids={int(i): self.request(int(rows[i])).banned_before_min_tokens for i in too_short},
+        )

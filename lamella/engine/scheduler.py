@@ -1,0 +1,313 @@
+"""Who runs in the next step, with how many tokens: continuous batching, first come first served.
+
+    waiting ──admit──▶ running (a row) ──finish──▶ done
+       ▲                  │
+       └────preempt───────┘   what was computed stays in the prefix cache, so a resume is cheap
+
+The oldest running request is never preempted for another, so there is always progress.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from lamella.engine.request import Request
+from lamella.engine.request_rows import RequestRows
+from lamella.engine.step_builder import build_step_plan
+from lamella.errors import InvariantError
+from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.prefix_tree import PrefixMatch
+from lamella.kv_cache.sizing import request_pages
+from lamella.kv_cache.spec import ceil_div
+from lamella.model_executor.step_plan import StepPlan, StepResult, TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+
+class NewToken(NamedTuple):
+    """One token that a step gave a request. The request's finish_reason says whether it was the last."""
+
+    request: Request
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class SchedulerCounters(NamedTuple):
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    num_steps: int
+    num_preemptions: int
+
+
+class Scheduler:
+    """chunk_tokens: the largest prefill chunk that the KV memory was sized for."""
+
+    def __init__(
+        self,
+        manager: HybridBlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        chunk_tokens: int,
+    ) -> None:
+        self.manager = manager
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.chunk_tokens = min(chunk_tokens, max_num_batched_tokens)
+        self.rows = RequestRows(max_num_seqs, max_model_len)
+        self.waiting: deque[Request] = deque()
+        self.running: list[int] = []  # rows, oldest request first
+        self._scheduled = np.zeros(0, dtype=np.int64)
+        self._num_new = np.zeros(0, dtype=np.int64)
+        self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
+        self._num_steps = self._num_preemptions = 0
+
+    # The outside
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def counters(self) -> SchedulerCounters:
+        return SchedulerCounters(
+            self._num_prompt_tokens,
+            self._num_cached_tokens,
+            self._num_generated_tokens,
+            self._num_steps,
+            self._num_preemptions,
+        )
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a request wherever it is. Its pages become cache or are freed. Not during a step."""
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        if request.row >= 0:
+            self._leave_row(request.row)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step and reserve its memory; None when nothing can run."""
+        budget = self.max_num_batched_tokens
+        num_new: dict[int, int] = {}
+        num_preemptions = self._num_preemptions
+        for row in self._grow_decodes():
+            num_new[row] = 1
+        budget -= len(num_new)
+        budget = self._continue_prefills(num_new, budget)
+        if self._num_preemptions == num_preemptions:
+            self._admit(num_new, budget)
+        if not num_new:
+            return None
+        # Memory for a later row may have come from one that was planned before.
+        planned = [row for row in self.running if row in num_new]
+        planned.sort(key=lambda row: num_new[row] > 1)
+        self._scheduled = np.array(planned, dtype=np.int64)
+        self._num_new = np.array([num_new[row] for row in planned], dtype=np.int64)
+        return build_step_plan(self.rows, self.manager, self._scheduled, self._num_new)
+
+    def update(self, result: StepResult) -> list[NewToken]:
+        """Take in what the step computed: positions, finished blocks, sampled tokens, finishes."""
+        rows, manager = self.rows, self.manager
+        manager.end_copies()
+        scheduled = self._scheduled
+        rows.num_computed[scheduled] += self._num_new
+        self._num_steps += 1
+        complete = rows.num_computed[scheduled] // manager.page_tokens
+        sampled = rows.num_computed[scheduled] == rows.num_tokens[scheduled]
+        ends_prompt = rows.num_computed[scheduled] == rows.num_prompt_tokens[scheduled]
+        for index in np.flatnonzero((complete > manager.num_committed[scheduled]) | ends_prompt).tolist():
+            row = int(scheduled[index])
+            manager.commit(row, rows.tokens[row], int(rows.num_computed[row]), ends_prompt=bool(ends_prompt[index]))
+        # A prefill held window pages for its chunk: let them go at the first decode.
+        rows.due[scheduled[sampled & (self._num_new > 1)]] = 0
+        now = time.monotonic()
+        new_tokens = [
+            self._append(int(row), int(token), result.logprobs.get(index), now)
+            for index, (row, token) in enumerate(zip(scheduled[sampled], result.token_ids, strict=True))
+        ]
+        self._num_generated_tokens += len(new_tokens)
+        for new in new_tokens:
+            if new.request.is_finished:
+                self._leave_row(new.request.row)
+        return new_tokens
+
+    def roll_back(self) -> None:
+        """The planned step failed: its requests go back to waiting with what earlier steps computed."""
+        for row in sorted(self._scheduled.tolist(), key=self.running.index, reverse=True):
+            self._preempt(row)
+
+    # Running requests
+
+    def _grow_decodes(self) -> list[int]:
+        """Rows that decode one token, with room for it; only those at a block boundary cost anything."""
+        rows = self.rows
+        if not self.running:
+            return []
+        running = np.array(self.running, dtype=np.int64)
+        decodes = running[rows.num_tokens[running] - rows.num_computed[running] == 1]
+        due = decodes[rows.num_computed[decodes] >= rows.due[decodes]]
+        for row in due.tolist():
+            if rows.requests[row] is not None and self._grow_or_preempt(row, 1, is_prefill=False):
+                rows.due[row] = self.manager.next_due(row)
+        return [row for row in decodes.tolist() if rows.requests[row] is not None]
+
+    def _continue_prefills(self, num_new: dict[int, int], budget: int) -> int:
+        rows = self.rows
+        for row in list(self.running):
+            if rows.requests[row] is None or row in num_new or budget == 0:
+                continue
+            remaining = int(rows.num_tokens[row] - rows.num_computed[row])
+            chunk = self._grow_or_preempt(row, min(remaining, budget, self.chunk_tokens), is_prefill=True)
+            if chunk:
+                num_new[row] = chunk
+                budget -= chunk
+        return budget
+
+    def _grow_or_preempt(self, row: int, most: int, *, is_prefill: bool) -> int:
+        """Room for up to `most` tokens of `row`, taken from younger requests if need be.
+
+        Returns how many tokens there is room for; 0 when `row` itself had to leave.
+        """
+        computed = int(self.rows.num_computed[row])
+        while True:
+            chunk = most
+            while chunk:
+                if self.manager.grow(row, computed, chunk, is_prefill=is_prefill):
+                    return chunk
+                # Fewer pages may still be had: half the chunk, up to a block boundary.
+                shorter = ceil_div(computed + chunk // 2, self.manager.page_tokens) * self.manager.page_tokens
+                chunk = shorter - computed if shorter - computed < chunk else 0
+            victim = self.running[-1]
+            if victim == row and self.running[0] == row:
+                # Alone and still no room: its pages lie scattered over slabs that other groups need.
+                # From an empty arena the sizing guarantees that it fits.
+                logger.info("request %s restarts in an empty arena", self.rows.request(row).request_id)
+                self._preempt(row, keep=False)
+                self.manager.reset_prefix_cache()
+                return 0
+            self._preempt(victim)
+            if victim == row:
+                return 0
+
+    def _preempt(self, row: int, *, keep: bool = True) -> None:
+        """Back to the head of the queue; what was computed stays cached (with `keep`) until evicted."""
+        rows = self.rows
+        self.manager.release(row, rows.tokens[row], int(rows.num_computed[row]), keep=keep)
+        self.running.remove(row)
+        request = rows.take(row)
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _leave_row(self, row: int) -> None:
+        rows = self.rows
+        self.manager.release(row, rows.tokens[row], int(rows.num_computed[row]))
+        self.running.remove(row)
+        rows.take(row)
+
+    # Admission
+
+    def _admit(self, num_new: dict[int, int], budget: int) -> None:
+        while self.waiting and budget and self.rows.has_free_row:
+            request = self.waiting[0]
+            match = self.manager.match(request.token_ids, request.salt)
+            if self.running and not self._has_room(request, match):
+                return
+            row = self.rows.next_free_row
+            most = min(len(request.token_ids) - match.num_tokens, budget, self.chunk_tokens)
+            chunk = self._begin(row, request, match, most)
+            if not chunk:
+                if not self.running:
+                    self._clear_for(request, match)
+                return
+            self.waiting.popleft()
+            self.rows.put(request, match.num_tokens)
+            self.running.append(row)
+            self.rows.due[row] = self.manager.next_due(row)
+            num_new[row] = chunk
+            budget -= chunk
+            self._count_admission(request, match.num_tokens)
+
+    def _begin(self, row: int, request: Request, match: PrefixMatch, most: int) -> int:
+        """Room in `row` for the cached prefix and up to `most` tokens more; returns how many, 0 for none."""
+        if not self.manager.begin(row, match, request.salt):
+            return 0
+        chunk = most
+        while chunk and not self.manager.grow(row, match.num_tokens, chunk, is_prefill=True):
+            chunk //= 2
+        if not chunk:
+            self.manager.release(row, request.token_ids, match.num_tokens, keep=False)
+        return chunk
+
+    def _clear_for(self, request: Request, match: PrefixMatch) -> None:
+        """Nothing runs and still the request has no room: the cached prefix that it locked is in its way."""
+        if not match.num_tokens:
+            raise InvariantError(
+                f"request {request.request_id} of {len(request.token_ids)} tokens does not fit into an empty arena "
+                f"of {self.manager.arena.num_slabs} slabs, though the start-up check said it would"
+            )
+        self.manager.reset_prefix_cache()
+
+    def _count_admission(self, request: Request, num_cached_tokens: int) -> None:
+        if request.num_cached_tokens is None:  # a resume is no hit
+            request.num_cached_tokens = num_cached_tokens
+            request.first_scheduled_time = time.monotonic()
+            self._num_prompt_tokens += request.num_prompt_tokens
+            self._num_cached_tokens += num_cached_tokens
+
+    def _has_room(self, request: Request, match: PrefixMatch) -> bool:
+        """Whether the whole prompt fits beside what runs and what running prefills still need.
+
+        Counts every group at the most that the request can hold, so an admitted prompt is not preempted
+        halfway for want of memory that could be foreseen.
+        """
+        layout = self.manager.layout
+        capacity = (self.manager.arena.num_slabs - 1) * layout.slab_bytes
+        wanted = self._request_bytes(len(request.token_ids) + 1)
+        for row in self.running:
+            if self.rows.num_tokens[row] - self.rows.num_computed[row] > 1:
+                grown = int(self.manager.num_blocks[row])
+                missing = ceil_div(int(self.rows.num_tokens[row]) + 1, layout.page_tokens) - grown
+                wanted += missing * sum(layout.groups[group].page_bytes for group in self.manager.tree.full_groups)
+        for group in self.manager.tree.full_groups:  # pages that others hold already cost nothing
+            num_shared = int((self.manager.tree.refs[group, match.path] > 0).sum()) if match.path else 0
+            wanted -= num_shared * layout.groups[group].page_bytes
+        return self.manager.owned_bytes + wanted <= capacity
+
+    def _request_bytes(self, num_tokens: int) -> int:
+        pages = request_pages(
+            self.manager.layout,
+            max_model_len=num_tokens,
+            chunk_tokens=min(self.chunk_tokens, num_tokens),
+            interval_tokens=self.manager.interval_tokens,
+        )
+        return sum(count * group.page_bytes for count, group in zip(pages, self.manager.layout.groups, strict=True))
+
+    # Sampled tokens
+
+    def _append(self, row: int, token_id: int, logprobs: TokenLogprobs | None, now: float) -> NewToken:
+        rows = self.rows
+        request = rows.request(row)
+        num_tokens = int(rows.num_tokens[row])
+        if request.first_token_time is None:
+            request.first_token_time = now
+        if logprobs is not None:
+            request.output_logprobs.append(logprobs)
+        rows.tokens[row, num_tokens] = token_id
+        rows.num_tokens[row] = num_tokens + 1
+        if token_id in request.stop_token_ids:
+            request.finish_reason, request.stop_reason = "stop", token_id
+        elif token_id in request.eos_token_ids:
+            request.finish_reason = "stop"
+        elif num_tokens + 1 >= request.max_total_tokens:
+            request.finish_reason = "length"
+        return NewToken(request, token_id, logprobs)

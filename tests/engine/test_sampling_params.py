@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import numpy as np
+import pytest
+
+from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
+from lamella.errors import RequestError
+
+
+def test_defaults_are_those_of_vllm() -> None:
+    params = SamplingParams()
+    assert dataclasses.asdict(params) == {
+        "n": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": None,
+        "stop": (),
+        "stop_token_ids": (),
+        "ignore_eos": False,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "logprobs": None,
+        "detokenize": True,
+        "skip_special_tokens": True,
+        "include_stop_str_in_output": False,
+        "output_kind": RequestOutputKind.CUMULATIVE,
+    }
+    assert not params.is_greedy
+    assert {kind.name for kind in RequestOutputKind} == {"CUMULATIVE", "DELTA", "FINAL_ONLY"}
+
+
+def test_is_a_frozen_value() -> None:
+    params = SamplingParams(stop=["a", "b"], temperature=0.5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 0.1  # type: ignore[misc]
+    assert params == SamplingParams(stop=("a", "b"), temperature=0.5)
+    assert hash(params) == hash(SamplingParams(stop=["a", "b"], temperature=0.5))
+    assert dataclasses.replace(params, max_tokens=3).stop == ("a", "b")
+    with pytest.raises(TypeError, match="presence_penalty"):
+        SamplingParams(presence_penalty=1.0)  # type: ignore[call-arg]
+
+
+def test_stop_takes_one_form() -> None:
+    assert SamplingParams(stop=None).stop == ()
+    assert SamplingParams(stop=[]).stop == ()
+    assert SamplingParams(stop="END").stop == ("END",)
+    assert SamplingParams(stop=["b", "a", "b"]).stop == ("b", "a")
+    assert SamplingParams(stop_token_ids=None).stop_token_ids == ()
+    assert SamplingParams(stop_token_ids=[5, 3, 5, 3, 1]).stop_token_ids == (5, 3, 1)
+    ids = SamplingParams(stop_token_ids=np.array([7, 7, 2])).stop_token_ids
+    assert [(token_id, type(token_id)) for token_id in ids] == [(7, int), (2, int)]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-6, 9.9e-6])
+def test_greedy_switches_the_filters_off(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, top_p=0.5, top_k=7, min_p=0.2, seed=3)
+    assert params.is_greedy
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 1.0, 0, 0.0)
+    assert params.seed == 3
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 0.001, 0.00999])
+def test_tiny_temperatures_are_raised(temperature: float, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        params = SamplingParams(temperature=temperature, top_k=7)
+    assert (params.temperature, params.top_k, params.is_greedy) == (0.01, 7, False)
+    assert "temperature" in caplog.text
+
+
+def test_values_at_the_ends_of_their_ranges_are_accepted() -> None:
+    params = SamplingParams(
+        temperature=2, top_p=1, top_k=-1, min_p=1, seed=-1, max_tokens=None, min_tokens=10**6, logprobs=0
+    )
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (2.0, 1.0, 0, 1.0)
+    assert (params.seed, params.max_tokens, params.logprobs) == (None, None, 0)
+    assert SamplingParams(temperature=0.01).temperature == 0.01
+    assert SamplingParams(seed=2**64 - 1).seed == 2**64 - 1
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+    assert SamplingParams(n=3).n == 3
+
+
+def test_numpy_scalars_become_python_values() -> None:
+    params = SamplingParams(
+        n=np.int64(1), top_k=np.int32(4), temperature=np.float32(0.5), seed=np.uint64(2**63), ignore_eos=np.bool_(True)
+    )
+    assert [type(value) for value in (params.n, params.top_k, params.temperature, params.seed, params.ignore_eos)] == [
+        int,
+        int,
+        float,
+        int,
+        bool,
+    ]
+    assert (params.top_k, params.temperature, params.seed, params.ignore_eos) == (4, 0.5, 2**63, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "hint"),
+    [
+        ({"n": 0}, "n=0", "at least 1"),
+        ({"n": 1.0}, "n=1.0", "integer"),
+        ({"n": True}, "n=True", "integer"),
+        ({"n": 2, "temperature": 0}, "n=2", "n=1"),
+        ({"temperature": -0.1}, "temperature=-0.1", "0 .greedy. to 2"),
+        ({"temperature": 2.1}, "temperature=2.1", "0 .greedy. to 2"),
+        ({"temperature": float("nan")}, "temperature=nan", "0 .greedy. to 2"),
+        ({"temperature": float("inf")}, "temperature=inf", "0 .greedy. to 2"),
+        ({"temperature": "1"}, "temperature='1'", "number"),
+        ({"temperature": None}, "temperature=None", "number"),
+        ({"temperature": True}, "temperature=True", "number"),
+        ({"top_p": 0.0}, "top_p=0.0", "more than 0"),
+        ({"top_p": 1.01}, "top_p=1.01", "at most 1"),
+        ({"top_p": float("nan")}, "top_p=nan", "at most 1"),
+        ({"top_k": -2}, "top_k=-2", "at least 1"),
+        ({"top_k": 2.5}, "top_k=2.5", "integer"),
+        ({"top_k": np.bool_(True)}, "top_k=", "integer"),
+        ({"min_p": -0.1}, "min_p=-0.1", "0 .off. to 1"),
+        ({"min_p": 1.5}, "min_p=1.5", "0 .off. to 1"),
+        ({"min_p": float("nan")}, "min_p=nan", "0 .off. to 1"),
+        ({"seed": -2}, "seed=-2", "2\\*\\*64 - 1"),
+        ({"seed": 2**64}, f"seed={2**64}", "2\\*\\*64 - 1"),
+        ({"seed": 0.5}, "seed=0.5", "integer"),
+        ({"max_tokens": 0}, "max_tokens=0", "at least 1"),
+        ({"max_tokens": "9"}, "max_tokens='9'", "integer"),
+        ({"min_tokens": -1}, "min_tokens=-1", "0 .off. or more"),
+        ({"min_tokens": None}, "min_tokens=None", "integer"),
+        ({"min_tokens": 17}, "min_tokens=17", "max_tokens"),
+        ({"logprobs": -1}, "logprobs=-1", "0 up"),
+        ({"logprobs": True}, "logprobs=True", "integer"),
+        ({"stop": ""}, "stop=", "empty string"),
+        ({"stop": ["a", ""]}, "stop=", "empty string"),
+        ({"stop": ["a", 3]}, "stop=", "strings only"),
+        ({"stop": b"a"}, "stop=", "list of strings"),
+        ({"stop": 5}, "stop=5", "list of strings"),
+        ({"stop": "a", "detokenize": False}, "stop=", "detokenize=True or use stop_token_ids"),
+        ({"stop_token_ids": 5}, "stop_token_ids=5", "list of token ids"),
+        ({"stop_token_ids": "5"}, "stop_token_ids='5'", "list of token ids"),
+        ({"stop_token_ids": [1, -5]}, "stop_token_ids=", "negative"),
+        ({"stop_token_ids": [1, True]}, "stop_token_ids=True", "integer"),
+        ({"ignore_eos": 1}, "ignore_eos=1", "True or False"),
+        ({"detokenize": None}, "detokenize=None", "True or False"),
+        ({"skip_special_tokens": "no"}, "skip_special_tokens='no'", "True or False"),
+        ({"include_stop_str_in_output": 0}, "include_stop_str_in_output=0", "True or False"),
+        ({"output_kind": "delta"}, "output_kind='delta'", "RequestOutputKind.DELTA"),
+    ],
+)
+def test_refusals_name_the_argument_and_what_works(arguments: dict, named: str, hint: str) -> None:
+    with pytest.raises(RequestError, match=hint) as refusal:
+        SamplingParams(**arguments)
+    assert str(refusal.value).startswith(named)

@@ -1,0 +1,132 @@
+"""The real scheduler and block manager over a fake executor: everything but the arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from lamella.engine.request import Request
+from lamella.engine.sampling_params import SamplingParams
+from lamella.engine.scheduler import Scheduler
+from lamella.kv_cache import invariants
+from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.layout import build_layout
+from lamella.kv_cache.sizing import request_slabs, size_pool
+from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from tests.helpers.fake_executor import FakeExecutor
+
+
+def full(heads: int = 1, k_dim: int = 2, v_dim: int = 2) -> FullAttentionSpec:
+    return FullAttentionSpec(num_kv_heads=heads, k_dim=k_dim, v_dim=v_dim, itemsize_bytes=1)
+
+
+def sliding(window: int, heads: int = 1) -> SlidingWindowSpec:
+    return SlidingWindowSpec(num_kv_heads=heads, k_dim=2, v_dim=2, itemsize_bytes=1, window_tokens=window)
+
+
+def chunked(chunk: int, heads: int = 1) -> ChunkedLocalAttentionSpec:
+    return ChunkedLocalAttentionSpec(
+        num_kv_heads=heads, k_dim=2, v_dim=2, itemsize_bytes=1, attention_chunk_tokens=chunk
+    )
+
+
+def kind_of(spec: KVCacheSpec) -> tuple[str, int]:
+    if isinstance(spec, SlidingWindowSpec):
+        return "sliding", spec.window_tokens
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return "chunked", spec.attention_chunk_tokens
+    return "full", 0
+
+
+class Simulation:
+    """Requests of made-up tokens through the scheduler; the invariants are checked after every step.
+
+    num_slabs: the arena's size beyond what one request of max_model_len needs at least (in slabs).
+    """
+
+    def __init__(
+        self,
+        specs: list[KVCacheSpec],
+        *,
+        page_tokens: int = 4,
+        max_model_len: int = 64,
+        extra_slabs: int = 100,
+        chunk_tokens: int = 16,
+        max_num_seqs: int = 4,
+        interval_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        layout = build_layout(specs, page_tokens=page_tokens)
+        interval = interval_tokens or page_tokens
+        smallest = request_slabs(
+            layout, max_model_len=max_model_len, chunk_tokens=min(page_tokens, chunk_tokens), interval_tokens=interval
+        )
+        pool = size_pool(
+            layout, memory_bytes=(1 + smallest + extra_slabs) * layout.slab_bytes, max_model_len=max_model_len,
+            longest_model_len=max_model_len, chunk_tokens=chunk_tokens, interval_tokens=interval,
+        )  # fmt: skip
+        self.manager = HybridBlockManager(
+            layout, num_slabs=pool.num_slabs, num_rows=max_num_seqs, max_model_len=max_model_len,
+            interval_tokens=interval, enable_prefix_caching=enable_prefix_caching,
+        )  # fmt: skip
+        self.scheduler = Scheduler(
+            self.manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max(chunk_tokens, max_num_seqs),
+            max_model_len=max_model_len, chunk_tokens=pool.chunk_tokens,
+        )  # fmt: skip
+        self.executor = FakeExecutor(layout, [kind_of(group.spec) for group in layout.groups])
+        self.max_model_len = max_model_len
+        self.outputs: dict[str, list[int]] = {}
+        self.requests: dict[str, Request] = {}
+        self._arrivals = itertools.count()
+
+    def add(self, request_id: str, prompt, num_tokens: int, salt: str | None = None) -> Request:
+        request = Request(
+            request_id=request_id,
+            sample_index=0,
+            params=SamplingParams(temperature=0),
+            token_ids=np.array(prompt, dtype=np.int32),
+            num_prompt_tokens=len(prompt),
+            max_total_tokens=min(len(prompt) + num_tokens, self.max_model_len),
+            seed=0,
+            eos_token_ids=frozenset(),
+            stop_token_ids=frozenset(),
+            arrival_order=next(self._arrivals),
+            arrival_time=0.0,
+            salt=salt,
+        )
+        self.requests[request_id] = request
+        self.outputs[request_id] = []
+        self.scheduler.add(request)
+        return request
+
+    def step(self, *, fail: bool = False) -> bool:
+        """One step; False when there was nothing to run. fail: the executor dies, the step is rolled back."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            invariants.check(self.manager)
+            return False
+        invariants.check(self.manager)
+        if fail:
+            self.scheduler.roll_back()
+        else:
+            contexts = []
+            for row in self.scheduler._scheduled.tolist():
+                request = self.scheduler.rows.request(row)
+                tokens = self.scheduler.rows.tokens[row, : self.scheduler.rows.num_tokens[row]].tolist()
+                contexts.append((request.salt, tokens))
+            for new in self.scheduler.update(self.executor.execute(plan, contexts)):
+                self.outputs[new.request.request_id].append(new.token_id)
+        invariants.check(self.manager)
+        return True
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests:
+                return
+            self.step()
+        raise AssertionError(f"not finished after {max_steps} steps")
+
+    def finish(self, request_id: str) -> None:
+        self.scheduler.finish(self.requests[request_id], "abort")
+        invariants.check(self.manager)
