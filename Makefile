@@ -1,0 +1,50 @@
+# Each target prepares what it needs: `make demo` and `make test` work in a fresh clone with only Python and make.
+# A first run downloads packages; stamp files in .venv make later runs start at once.
+
+LAMELLA_PYTHON ?= python3
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+PINS := constraints-cpu.txt
+MANIFESTS := setup.py pyproject.toml $(PINS)
+DEMO_READY := $(VENV)/.installed-demo
+TEST_READY := $(VENV)/.installed-test
+# Where flock exists, two makes at once take turns at changing the environment.
+LOCKED := $(if $(shell command -v flock),flock $(VENV)/.lock)
+
+.PHONY: demo test test-full smoke lint clean
+.NOTPARALLEL:
+
+demo: $(DEMO_READY)
+	$(PYTHON) examples/demo.py
+
+# The smoke test first: seconds, and it says what a broken package breaks everywhere.
+test: smoke
+	$(PYTHON) -m pytest --ignore=tests/test_smoke.py
+
+test-full: smoke
+	$(PYTHON) -m pytest -m "not gpu" --ignore=tests/test_smoke.py
+
+smoke: $(TEST_READY)
+	$(PYTHON) -m pytest -q tests/test_smoke.py
+
+lint: $(TEST_READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PYTHON):
+	@$(LAMELLA_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
+		"lamella needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; try: make LAMELLA_PYTHON=python3.11 ...")'
+	@mkdir -p $(VENV)
+	$(LOCKED) $(LAMELLA_PYTHON) -m venv $(VENV)
+
+# The pins make pip take the torch build that was tested, of whatever index pip is set up for.
+$(VENV)/.installed-%: $(MANIFESTS) | $(PYTHON)
+	@echo "Installing into $(VENV); the first time, this downloads packages and takes minutes"
+	$(LOCKED) $(PYTHON) -m pip install --quiet --constraint $(PINS) torch
+	$(LOCKED) $(PYTHON) -m pip install --quiet --constraint $(PINS) --editable ".[$*]"
+	@touch $@

@@ -1,0 +1,3 @@
+from lamella.cli import main
+
+main()

