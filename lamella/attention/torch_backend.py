@@ -1,0 +1,79 @@
+"""Attention in eager PyTorch: the token-major page layout, KV writes, and the way to the kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from lamella.attention.backend import AttentionParams, LayerCache, token_major_cache
+from lamella.attention.metadata import AttentionMetadata
+from lamella.attention.torch_decode import decode
+from lamella.attention.torch_prefill import prefill
+from lamella.kv_cache.spec import KVCacheSpec
+
+
+class TorchBackend:
+    """Runs on any device that torch has; tuned for CPU. Computes in float32 whatever the KV dtype.
+
+    A windowed layer costs O(window) per token: decode gathers the window's pages, prefill works in
+    bands of queries. What depends on the metadata alone is computed by a group's first layer and
+    kept in `metadata.derived` for the others.
+    """
+
+    name = "torch"
+
+    def layer_cache(
+        self,
+        arena: torch.Tensor,
+        *,
+        spec: KVCacheSpec,
+        dtype: torch.dtype,
+        page_tokens: int,
+        unit_bytes: int,
+        offset_bytes: int,
+    ) -> LayerCache:
+        return token_major_cache(
+            arena, spec=spec, dtype=dtype, page_tokens=page_tokens, unit_bytes=unit_bytes, offset_bytes=offset_bytes
+        )
+
+    def write_kv(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> None:
+        tokens, page_ids, offsets = _write_targets(metadata)
+        if tokens is not None:
+            key = key[tokens]
+            value = value[tokens]
+        # The views overlap themselves where a page spans several ids; the ids in use never do.
+        cache.keys.index_put_((page_ids, offsets), key.to(cache.keys.dtype))
+        cache.values.index_put_((page_ids, offsets), value.to(cache.values.dtype))
+
+    def decode(
+        self,
+        params: AttentionParams,
+        cache: LayerCache,
+        query: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        decode(params, cache, query, metadata, out)
+
+    def prefill(
+        self,
+        params: AttentionParams,
+        cache: LayerCache,
+        query: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        prefill(params, cache, query, metadata, out)
+
+
+def _write_targets(metadata: AttentionMetadata) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """(which tokens have a slot, or None for all of them; their page ids; their offsets in the page)."""
+    targets = metadata.derived.get("torch_write")
+    if targets is None:
+        slots = metadata.slot_mapping
+        tokens = None
+        if (slots < 0).any():
+            tokens = (slots >= 0).nonzero()[:, 0]
+            slots = slots[tokens]
+        targets = (tokens, slots // metadata.page_tokens, slots % metadata.page_tokens)
+        metadata.derived["torch_write"] = targets
+    return targets

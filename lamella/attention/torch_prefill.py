@@ -1,0 +1,188 @@
+"""Prefill in eager PyTorch: tiles of queries against the band of keys that they see.
+
+A tile of queries [a, b) meets the keys [first_visible(a), b - 1] and no others, so a sliding layer
+costs O(window) per token and no mask is larger than tile x band. Inside the band only two corners
+need masking: keys after the query on the right, keys that left the window on the left. Everything
+in the band is written and visible to some query of the tile.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lamella.attention.backend import AttentionParams, LayerCache
+from lamella.attention.metadata import AttentionMetadata
+from lamella.attention.torch_softmax import attention_weights
+from lamella.errors import InvariantError
+
+TILE_QUERIES = 64
+MAX_SCORES = 1 << 24  # elements of one tile's score matrix, over all heads
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries [start, stop) of a request's new tokens against keys [first_key, stop_key) of its gathered rows."""
+
+    start: int
+    stop: int
+    first_key: int
+    stop_key: int
+    left: torch.Tensor | None  # bool [queries, 1, width]: hidden among the band's first `width` keys
+    right: torch.Tensor | None  # bool [queries, 1, queries]: hidden among the tile's own keys
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRequest:
+    """Rows [start, stop) of the prefill queries, and the pages from the first key that they see."""
+
+    start: int
+    stop: int
+    first_position: int  # of the first query
+    page_ids: torch.Tensor  # int64 [num_pages]
+    base: int  # position of the first page's first token
+    tiles: tuple[Tile, ...]
+
+
+def prefill(
+    params: AttentionParams,
+    cache: LayerCache,
+    query: torch.Tensor,
+    metadata: AttentionMetadata,
+    out: torch.Tensor,
+) -> None:
+    """See AttentionBackend.prefill."""
+    plan_key = ("torch_prefill", params.spec, params.num_heads)
+    plan = metadata.derived.get(plan_key)
+    if plan is None:
+        plan = metadata.derived[plan_key] = plan_prefill(params, metadata)
+    key_pages = cache.keys.view(cache.keys.shape[0], -1)
+    value_pages = cache.values.view(cache.values.shape[0], -1)
+    for request in plan:
+        spec = params.spec
+        keys = key_pages.index_select(0, request.page_ids).float().view(-1, spec.num_kv_heads, spec.k_dim)
+        values = value_pages.index_select(0, request.page_ids).float().view(-1, spec.num_kv_heads, spec.v_dim)
+        tiles = request.tiles
+        first, stop = tiles[0].first_key, tiles[-1].stop_key
+        if not math.isfinite(values[first:stop].sum().item()):
+            # A NaN that one query sees must not reach the others by way of 0 * NaN. A tile of one
+            # query has no masked key.
+            num_queries = request.stop - request.start
+            tiles = _tiles(params, request.first_position, num_queries, request.base, 1, {}, values.device)
+        _attend_tiles(
+            params, query[request.start : request.stop], keys, values, tiles, out[request.start : request.stop]
+        )
+
+
+def _attend_tiles(
+    params: AttentionParams,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tiles: tuple[Tile, ...],
+    out: torch.Tensor,
+) -> None:
+    """One request: query [n, num_heads, k_dim], keys and values [gathered tokens, num_kv_heads, dim]."""
+    num_kv_heads = params.spec.num_kv_heads
+    group = params.num_heads // num_kv_heads
+    num_tokens = query.shape[0]
+    scaled = query.float() * params.scale
+    # The heads that share a KV head are rows of one product: [num_kv_heads, n * group, k_dim].
+    scaled = scaled.view(num_tokens, num_kv_heads, group, -1).transpose(0, 1).reshape(num_kv_heads, -1, query.shape[-1])
+    sinks = None if params.sinks is None else params.sinks.view(num_kv_heads, 1, group)
+    for tile in tiles:
+        num_queries = tile.stop - tile.start
+        tile_keys = keys[tile.first_key : tile.stop_key].permute(1, 2, 0)
+        tile_values = values[tile.first_key : tile.stop_key].transpose(0, 1)
+        scores = torch.bmm(scaled[:, tile.start * group : tile.stop * group], tile_keys)
+        if params.softcap is not None:
+            scores.div_(params.softcap).tanh_().mul_(params.softcap)
+        scores = scores.view(num_kv_heads, num_queries, group, -1)
+        if tile.left is not None:
+            scores[..., : tile.left.shape[-1]].masked_fill_(tile.left, float("-inf"))
+        if tile.right is not None:
+            scores[..., -num_queries:].masked_fill_(tile.right, float("-inf"))
+        weights, shares = attention_weights(scores, sinks)
+        attended = torch.bmm(weights.flatten(1, 2), tile_values).view(num_kv_heads, num_queries, group, -1)
+        if shares is not None:
+            attended.mul_(shares)
+        out[tile.start : tile.stop] = attended.transpose(0, 1).flatten(1, 2)
+
+
+def plan_prefill(params: AttentionParams, metadata: AttentionMetadata) -> tuple[PrefillRequest, ...]:
+    """The pages and tiles of every prefill request. Costs O(new tokens + pages read)."""
+    page_tokens = metadata.page_tokens
+    device = metadata.block_tables.device
+    first_row = int(metadata.query_start_host[metadata.num_decodes])
+    shared_masks: dict[int, torch.Tensor] = {}
+    plan = []
+    for i in range(metadata.num_decodes, metadata.num_requests):
+        start, stop = (int(row) - first_row for row in metadata.query_start_host[i : i + 2])
+        seq_len = int(metadata.seq_lens_host[i])
+        first_position = seq_len - (stop - start)
+        first_block = params.spec.first_visible(first_position) // page_tokens
+        first_column = first_block - int(metadata.first_blocks_host[i])
+        if first_column < 0:
+            raise InvariantError(
+                f"prefill request {i} sees keys from block {first_block} on, and its table starts at block "
+                f"{metadata.first_blocks_host[i]}; a table must cover every block from the first visible key on"
+            )
+        columns = slice(first_column, first_column + (seq_len - 1) // page_tokens + 1 - first_block)
+        base = first_block * page_tokens
+        tile_queries = max(1, min(TILE_QUERIES, MAX_SCORES // (params.num_heads * (seq_len - base))))
+        plan.append(
+            PrefillRequest(
+                start=start,
+                stop=stop,
+                first_position=first_position,
+                page_ids=metadata.block_tables[i, columns].clamp(min=0),
+                base=base,
+                tiles=_tiles(params, first_position, stop - start, base, tile_queries, shared_masks, device),
+            )
+        )
+    return tuple(plan)
+
+
+def _tiles(
+    params: AttentionParams,
+    first_position: int,
+    num_queries: int,
+    base: int,
+    tile_queries: int,
+    right_masks: dict[int, torch.Tensor],
+    device: torch.device,
+) -> tuple[Tile, ...]:
+    """Tiles over queries [first_position, first_position + num_queries); gathered row 0 is position `base`.
+
+    right_masks: one mask per tile height, filled here and shared.
+    """
+    tiles = []
+    for start in range(0, num_queries, tile_queries):
+        stop = min(num_queries, start + tile_queries)
+        height = stop - start
+        firsts = np.array(
+            [params.spec.first_visible(first_position + j) for j in range(start, stop)], dtype=np.int64
+        )  # [height], never decreasing
+        first_key = int(firsts[0]) - base
+        stop_key = first_position + stop - base
+        left = None
+        if firsts[-1] > firsts[0]:
+            hidden = np.arange(firsts[0], firsts[-1]) < firsts[:, None]
+            left = torch.from_numpy(hidden[:, None]).to(device)
+        if height > 1 and height not in right_masks:
+            square = torch.ones(height, height, dtype=torch.bool, device=device)
+            right_masks[height] = square.triu(1).unsqueeze(1)
+        tiles.append(
+            Tile(
+                start=start,
+                stop=stop,
+                first_key=first_key,
+                stop_key=stop_key,
+                left=left,
+                right=right_masks.get(height),
+            )
+        )
+    return tuple(tiles)

@@ -1,0 +1,109 @@
+"""Gemma 3 270M, real weights in float32: greedy tokens equal transformers' on every prompt.
+
+The oracle's tokens and its top-2 logit gaps are a fixture (make_fixture.py). Every variation here leaves
+the mathematics alone, so each must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from lamella import LLM, SamplingParams
+from tests.parity.harness import compare_greedy, load_cases
+
+CASES = load_cases()
+LONG = [case for case in CASES if len(case.prompt_token_ids) > 1500]
+# Two long prompts that share a prefix, one other, and short ones of each kind: for variations whose full
+# product takes minutes. `make test-full` runs them on all prompts.
+FEW = [*LONG[:3], *[case for case in CASES if case not in LONG][::3]]
+
+
+def engine(**arguments):
+    defaults = {"max_model_len": 4096, "kv_cache_memory_bytes": 2**30, "max_num_seqs": 32}
+    return LLM("demo:gemma-3-270m", **{**defaults, **arguments})
+
+
+def runner(llm, batch: int | None = None):
+    """How the harness asks for greedy tokens: all prompts at once, or `batch` at a time."""
+
+    def run(prompts, max_tokens):
+        outputs = []
+        params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in max_tokens]
+        for start in range(0, len(prompts), batch or len(prompts)):
+            part = slice(start, start + (batch or len(prompts)))
+            outputs += llm.generate(prompts[part], params[part], use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return run
+
+
+def test_the_fixture_is_what_it_should_be():
+    assert len(CASES) >= 24
+    assert len(LONG) >= 6
+    assert all(len(case.token_ids) == 48 for case in CASES)
+
+
+def test_all_prompts_in_one_batch_and_again_from_the_prefix_cache(capsys):
+    with engine() as llm:
+        cold = compare_greedy(runner(llm), CASES)
+        cached_before = llm.engine.stats().num_cached_tokens
+        warm = compare_greedy(runner(llm), CASES)
+        num_prompt_tokens = sum(len(case.prompt_token_ids) for case in CASES)
+        assert llm.engine.stats().num_cached_tokens - cached_before >= num_prompt_tokens - len(CASES)
+    with capsys.disabled():
+        print(f"\ncold: {cold}\nfrom the prefix cache: {warm}")
+
+
+VARIATIONS = {
+    "page 1, interval 1": {"page_size": 1, "swa_eviction_interval": 1},
+    "page 64, interval 128, chunk 512": {
+        "page_size": 64,
+        "swa_eviction_interval": 128,
+        "max_num_batched_tokens": 512,
+    },
+    "chunk 32": {"max_num_batched_tokens": 32},
+}
+
+
+@pytest.mark.parametrize("arguments", VARIATIONS.values(), ids=VARIATIONS.keys())
+def test_variations(arguments):
+    with engine(**arguments) as llm:
+        compare_greedy(runner(llm), FEW)
+
+
+def test_batch_of_one():
+    with engine(max_num_seqs=1) as llm:
+        compare_greedy(runner(llm, batch=1), FEW[:6])
+
+
+def test_a_pool_so_small_that_requests_are_preempted():
+    with engine(kv_cache_memory_bytes=96 * 2**20, max_num_batched_tokens=512) as llm:
+        compare_greedy(runner(llm), FEW)
+        assert llm.engine.stats().num_preemptions > 0
+
+
+FULL_MATRIX = {
+    "page 1": {"page_size": 1},
+    "page 64": {"page_size": 64},
+    "chunk 32": {"max_num_batched_tokens": 32},
+    "chunk 512": {"max_num_batched_tokens": 512},
+    "interval 1": {"swa_eviction_interval": 1},
+    "interval 128": {"swa_eviction_interval": 128},
+    "small pool": {"kv_cache_memory_bytes": 96 * 2**20},
+    "batch of 24": {"max_num_seqs": 24},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arguments", FULL_MATRIX.values(), ids=FULL_MATRIX.keys())
+def test_every_variation_on_all_prompts(arguments):
+    with engine(**arguments) as llm:
+        compare_greedy(runner(llm), CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_batch_of_one_on_all_prompts():
+    with engine(max_num_seqs=1) as llm:
+        compare_greedy(runner(llm, batch=1), CASES)
