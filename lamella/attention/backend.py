@@ -52,8 +52,16 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def layer_cache(self, arena: torch.Tensor, *, spec: KVCacheSpec, dtype: torch.dtype, page_tokens: int,
-                    unit_bytes: int, offset_bytes: int) -> LayerCache:
+    def layer_cache(
+        self,
+        arena: torch.Tensor,
+        *,
+        spec: KVCacheSpec,
+        dtype: torch.dtype,
+        page_tokens: int,
+        unit_bytes: int,
+        offset_bytes: int,
+    ) -> LayerCache:
         """View of one layer's pages in `arena` (uint8 [bytes]): page id p starts at p * unit_bytes +
         offset_bytes and is page_tokens * spec.token_bytes long. How a page is laid out is the backend's."""
         ...
@@ -62,21 +70,34 @@ class AttentionBackend(Protocol):
         """Store key [T, num_kv_heads, k_dim] and value [T, num_kv_heads, v_dim] at metadata.slot_mapping."""
         ...
 
-    def decode(self, params: AttentionParams, cache: LayerCache, query: torch.Tensor, metadata: AttentionMetadata,
-               out: torch.Tensor) -> None:
+    def decode(
+        self,
+        params: AttentionParams,
+        cache: LayerCache,
+        query: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
         """Attend for the first num_decodes requests: query [num_decodes, num_heads, k_dim] into
         out [num_decodes, num_heads, v_dim]. The new tokens' K/V have been written."""
         ...
 
-    def prefill(self, params: AttentionParams, cache: LayerCache, query: torch.Tensor, metadata: AttentionMetadata,
-                out: torch.Tensor) -> None:
+    def prefill(
+        self,
+        params: AttentionParams,
+        cache: LayerCache,
+        query: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
         """Attend for the other requests, over prior context and new tokens alike: query
         [T - num_decodes, num_heads, k_dim] into out [T - num_decodes, num_heads, v_dim]."""
         ...
 
 
-def token_major_cache(arena: torch.Tensor, *, spec: KVCacheSpec, dtype: torch.dtype, page_tokens: int,
-                      unit_bytes: int, offset_bytes: int) -> LayerCache:
+def token_major_cache(
+    arena: torch.Tensor, *, spec: KVCacheSpec, dtype: torch.dtype, page_tokens: int, unit_bytes: int, offset_bytes: int
+) -> LayerCache:
     """The plain page layout: K as [page_tokens, heads, k_dim], then V as [page_tokens, heads, v_dim]."""
     elements = arena.view(dtype)
     itemsize = dtype.itemsize
@@ -93,8 +114,15 @@ def token_major_cache(arena: torch.Tensor, *, spec: KVCacheSpec, dtype: torch.dt
     return LayerCache(keys=view(spec.k_dim, start), values=view(spec.v_dim, start + k_page))
 
 
-def attend(backend: AttentionBackend, params: AttentionParams, cache: LayerCache, query: torch.Tensor,
-           key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+def attend(
+    backend: AttentionBackend,
+    params: AttentionParams,
+    cache: LayerCache,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    metadata: AttentionMetadata,
+) -> torch.Tensor:
     """One layer's attention for a mixed batch: write the new K/V, then decode rows, then prefill rows.
 
     query [T, num_heads, k_dim], key [T, num_kv_heads, k_dim], value [T, num_kv_heads, v_dim] ->

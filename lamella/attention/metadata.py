@@ -61,7 +61,7 @@ def window_kv_indices(spec: KVCacheSpec, metadata: AttentionMetadata) -> tuple[t
     page_tokens = metadata.page_tokens
     num_decodes = metadata.num_decodes
     last = metadata.seq_lens_host[:num_decodes] - 1
-    first = np.array([spec.first_visible(int(position)) for position in last], dtype=np.int64)
+    first = spec.first_visible_each(last)
     lengths = last + 1 - first
     indptr = np.zeros(num_decodes + 1, dtype=np.int64)
     np.cumsum(lengths, out=indptr[1:])

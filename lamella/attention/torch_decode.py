@@ -148,7 +148,7 @@ def plan_decode(spec: KVCacheSpec, metadata: AttentionMetadata) -> DecodePlan:
     device = metadata.block_tables.device
     num_decodes = metadata.num_decodes
     last = metadata.seq_lens_host[:num_decodes] - 1
-    first = np.array([spec.first_visible(int(position)) for position in last], dtype=np.int64)
+    first = spec.first_visible_each(last)
     first_column = first // page_tokens - metadata.first_blocks_host[:num_decodes]
     if (first_column < 0).any():
         raise InvariantError(

@@ -163,9 +163,8 @@ def _tiles(
     for start in range(0, num_queries, tile_queries):
         stop = min(num_queries, start + tile_queries)
         height = stop - start
-        firsts = np.array(
-            [params.spec.first_visible(first_position + j) for j in range(start, stop)], dtype=np.int64
-        )  # [height], never decreasing
+        # [height], never decreasing
+        firsts = params.spec.first_visible_each(np.arange(first_position + start, first_position + stop))
         first_key = int(firsts[0]) - base
         stop_key = first_position + stop - base
         left = None

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from lamella.errors import ConfigError
 
 
@@ -57,6 +59,10 @@ class KVCacheSpec:
 
     def first_visible(self, position: int) -> int:
         """First key position that a query at `position` sees."""
+        raise TypeError("KVCacheSpec is abstract")
+
+    def first_visible_each(self, positions: np.ndarray) -> np.ndarray:
+        """`first_visible` of every position (int64 [n] -> int64 [n])."""
         raise TypeError("KVCacheSpec is abstract")
 
     def first_needed(self, num_computed_tokens: int) -> int:
@@ -121,6 +127,9 @@ class FullAttentionSpec(KVCacheSpec):
     def first_visible(self, position: int) -> int:
         return 0
 
+    def first_visible_each(self, positions: np.ndarray) -> np.ndarray:
+        return np.zeros_like(positions)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowSpec(KVCacheSpec):
@@ -146,6 +155,9 @@ class SlidingWindowSpec(KVCacheSpec):
     def first_visible(self, position: int) -> int:
         return max(0, position - self.window_tokens + 1)
 
+    def first_visible_each(self, positions: np.ndarray) -> np.ndarray:
+        return np.maximum(0, positions - self.window_tokens + 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLocalAttentionSpec(KVCacheSpec):
@@ -168,3 +180,6 @@ class ChunkedLocalAttentionSpec(KVCacheSpec):
 
     def first_visible(self, position: int) -> int:
         return position // self.attention_chunk_tokens * self.attention_chunk_tokens
+
+    def first_visible_each(self, positions: np.ndarray) -> np.ndarray:
+        return positions // self.attention_chunk_tokens * self.attention_chunk_tokens

@@ -51,8 +51,12 @@ def layer_specs(config: ModelConfig, *, itemsize_bytes: int) -> list[KVCacheSpec
     """One KV spec per layer, from the layer's own kind alone."""
 
     def spec_of(layer: LayerConfig) -> KVCacheSpec:
-        shape = dict(num_kv_heads=config.num_kv_heads, k_dim=config.head_dim, v_dim=config.head_dim,
-                     itemsize_bytes=itemsize_bytes)
+        shape = dict(
+            num_kv_heads=config.num_kv_heads,
+            k_dim=config.head_dim,
+            v_dim=config.head_dim,
+            itemsize_bytes=itemsize_bytes,
+        )
         if layer.kind == "sliding_attention":
             assert layer.window_tokens is not None
             return SlidingWindowSpec(window_tokens=layer.window_tokens, **shape)

@@ -79,7 +79,7 @@ class Tokenizer:
 
     def decode_stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A stream that turns ids into text one at a time."""
-        return TextStream(self, self._backend, skip_special_tokens)
+        return TextStream(self._backend, skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -121,29 +121,19 @@ class Tokenizer:
 
 
 class TextStream:
-    """Incremental decoding: the texts of `step` and `finish`, joined, equal `decode` of all the ids."""
+    """Incremental decoding. The texts of `step` joined are the beginning of `decode` of all the ids.
 
-    def __init__(self, tokenizer: Tokenizer, backend: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
+    A byte-fallback decoder may take text back (bytes that made a character become U+FFFD when later bytes
+    spoil their run); `step` then raises, and the stream is of no more use.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
         self._backend = backend
-        self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._held_ids: list[int] = []  # since the stream last gave text
 
     def step(self, token_id: int) -> str:
         """The text that `token_id` completes; "" while a character lacks bytes."""
-        self._held_ids.append(token_id)
-        text = self._stream.step(self._backend, token_id)
-        if text is None:
-            return ""
-        self._held_ids.clear()
-        return text
-
-    def finish(self) -> str:
-        """What is left when no more ids come: bytes that never became a character decode to U+FFFD."""
-        text = self._tokenizer.decode(self._held_ids, self._skip_special_tokens)
-        self._held_ids.clear()
-        return text
+        return self._stream.step(self._backend, token_id) or ""
 
 
 def load_tokenizer(source: ModelSource, cache_dir: Path | None = None) -> Tokenizer:

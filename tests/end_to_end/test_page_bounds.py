@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 def open_engine(folder, page, interval):
     return Engine(
         model=folder, kv_cache_memory_bytes=2**26, page_size=page, swa_eviction_interval=interval,
-        max_num_batched_tokens=CHUNK, max_num_seqs=4, check_invariants=True,
+        max_num_batched_tokens=CHUNK, max_num_seqs=4, check_invariants=page > 1,  # slow with 6,000 pages
     )  # fmt: skip
 
 
@@ -56,6 +56,7 @@ def test_sliding_pages_of_a_long_request(folder, page, interval):
         if (interval or page) % page == 0:
             assert max(decode) == decode_bound, "the bound is no larger than it must be"
         assert all(usage.owned == 0 for usage in engine.stats().pages.values())
+        engine.check_invariants()
 
 
 def test_a_chunk_after_an_unaligned_hit_attains_the_prefill_bound(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from lamella.errors import ConfigError
@@ -16,6 +17,8 @@ SPECS = [full(), sliding(1), sliding(2), sliding(5), sliding(16), chunked(1), ch
 def test_a_query_sees_what_the_definition_says(spec):
     for position in range(60):
         assert range(spec.first_visible(position), position + 1) == keys_seen(*kind_of(spec), position)
+    each = spec.first_visible_each(np.arange(60))
+    assert each.tolist() == [spec.first_visible(position) for position in range(60)]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -45,7 +45,9 @@ def test_tokenizer_equals_transformers(tokenizer, case):
     assert tokenizer.decode(case["ids"], skip_special_tokens=False) == case["decoded_with_special"]
     for skip, wanted in ((True, case["decoded"]), (False, case["decoded_with_special"])):
         stream = tokenizer.decode_stream(skip_special_tokens=skip)
-        assert "".join([stream.step(token_id) for token_id in case["ids"]]) + stream.finish() == wanted
+        joined = "".join([stream.step(token_id) for token_id in case["ids"]])
+        assert wanted.startswith(joined)
+        assert set(wanted[len(joined) :]) <= {"\ufffd"}, "only what never became a character is missing"
 
 
 def test_whole_vocabulary_equals_transformers(tokenizer, cache_dir):

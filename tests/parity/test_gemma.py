@@ -13,9 +13,12 @@ from tests.parity.harness import compare_greedy, load_cases
 
 CASES = load_cases()
 LONG = [case for case in CASES if len(case.prompt_token_ids) > 1500]
-# Two long prompts that share a prefix, one other, and short ones of each kind: for variations whose full
-# product takes minutes. `make test-full` runs them on all prompts.
-FEW = [*LONG[:3], *[case for case in CASES if case not in LONG][::3]]
+SHORT = [case for case in CASES if len(case.prompt_token_ids) < 200]
+# Two long prompts that share a prefix, and short ones of each kind: for variations whose full product takes
+# minutes. `make test-full` runs them on all prompts.
+FEW = [*LONG[:2], *SHORT[::3]]
+# Little more than one request of 2,700 tokens needs.
+SMALL_POOL = {"kv_cache_memory_bytes": 56 * 2**20, "max_num_batched_tokens": 256, "max_model_len": 2700}
 
 
 def engine(**arguments):
@@ -23,18 +26,37 @@ def engine(**arguments):
     return LLM("demo:gemma-3-270m", **{**defaults, **arguments})
 
 
-def runner(llm, batch: int | None = None):
-    """How the harness asks for greedy tokens: all prompts at once, or `batch` at a time."""
+def runner(llm, batch: int | None = None, seen: list | None = None):
+    """How the harness asks for greedy tokens: all prompts at once, or `batch` at a time.
+
+    seen: collects the outputs, then with the two likeliest tokens' log-probabilities.
+    """
 
     def run(prompts, max_tokens):
         outputs = []
-        params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in max_tokens]
+        params = [
+            SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=None if seen is None else 2)
+            for count in max_tokens
+        ]
         for start in range(0, len(prompts), batch or len(prompts)):
             part = slice(start, start + (batch or len(prompts)))
             outputs += llm.generate(prompts[part], params[part], use_tqdm=False)
+        if seen is not None:
+            seen.extend(outputs)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     return run
+
+
+def compare_gaps(outputs):
+    """Equal tokens do not prove the window: one key more or less changes no token here, but moves the gap
+    between the two likeliest tokens by 7e-3 and more on long prompts; rounding moves it by less than 1e-4."""
+    for case, output in zip(CASES, outputs[: len(CASES)], strict=True):
+        for position, entry in enumerate(output.outputs[0].logprobs):
+            if output.outputs[0].token_ids[position] != case.token_ids[position]:
+                break  # a near tie that fell the other way: from here on the texts differ
+            first, second = sorted((one.logprob for one in entry.values()), reverse=True)[:2]
+            assert first - second == pytest.approx(case.gaps[position], abs=1e-3), f"{case.name} at {position}"
 
 
 def test_the_fixture_is_what_it_should_be():
@@ -45,7 +67,9 @@ def test_the_fixture_is_what_it_should_be():
 
 def test_all_prompts_in_one_batch_and_again_from_the_prefix_cache(capsys):
     with engine() as llm:
-        cold = compare_greedy(runner(llm), CASES)
+        outputs = []
+        cold = compare_greedy(runner(llm, seen=outputs), CASES)
+        compare_gaps(outputs)
         cached_before = llm.engine.stats().num_cached_tokens
         warm = compare_greedy(runner(llm), CASES)
         num_prompt_tokens = sum(len(case.prompt_token_ids) for case in CASES)
@@ -73,12 +97,12 @@ def test_variations(arguments):
 
 def test_batch_of_one():
     with engine(max_num_seqs=1) as llm:
-        compare_greedy(runner(llm, batch=1), FEW[:6])
+        compare_greedy(runner(llm, batch=1), FEW[1:5])
 
 
 def test_a_pool_so_small_that_requests_are_preempted():
-    with engine(kv_cache_memory_bytes=96 * 2**20, max_num_batched_tokens=512) as llm:
-        compare_greedy(runner(llm), FEW)
+    with engine(kv_cache_memory_bytes=24 * 2**20, max_num_batched_tokens=64, max_model_len=256) as llm:
+        compare_greedy(runner(llm), SHORT)
         assert llm.engine.stats().num_preemptions > 0
 
 
@@ -89,7 +113,7 @@ FULL_MATRIX = {
     "chunk 512": {"max_num_batched_tokens": 512},
     "interval 1": {"swa_eviction_interval": 1},
     "interval 128": {"swa_eviction_interval": 128},
-    "small pool": {"kv_cache_memory_bytes": 96 * 2**20},
+    "small pool": SMALL_POOL,
     "batch of 24": {"max_num_seqs": 24},
 }
 
@@ -100,6 +124,7 @@ FULL_MATRIX = {
 def test_every_variation_on_all_prompts(arguments):
     with engine(**arguments) as llm:
         compare_greedy(runner(llm), CASES)
+        assert (llm.engine.stats().num_preemptions > 0) == (arguments is SMALL_POOL)
 
 
 @pytest.mark.slow
