@@ -112,7 +112,6 @@ class Engine:
                 seed=(seed + index) % 2**64,
                 eos_token_ids=frozenset(() if params.ignore_eos else loaded.model_config.eos_token_ids),
                 stop_token_ids=frozenset(params.stop_token_ids or ()),
-                arrival_order=self._num_arrived,
                 arrival_time=now,
                 salt=prompt.cache_salt,
             )

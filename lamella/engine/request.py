@@ -30,7 +30,6 @@ class Request:
     seed: int
     eos_token_ids: frozenset[int]
     stop_token_ids: frozenset[int]
-    arrival_order: int
     arrival_time: float
     salt: str | None = None
     row: int = NO_ROW

@@ -65,6 +65,7 @@ class Scheduler:
         self.running: list[int] = []  # rows, oldest request first
         self._scheduled = np.zeros(0, dtype=np.int64)
         self._num_new = np.zeros(0, dtype=np.int64)
+        self._admitted: set[int] = set()  # rows that the step in preparation admits
         self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
         self._num_steps = self._num_preemptions = 0
 
@@ -97,6 +98,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step and reserve its memory; None when nothing can run."""
         budget = self.max_num_batched_tokens
+        self._admitted.clear()
         num_new: dict[int, int] = {}
         num_preemptions = self._num_preemptions
         for row in self._grow_decodes():
@@ -117,14 +119,14 @@ class Scheduler:
     def update(self, result: StepResult) -> list[NewToken]:
         """Take in what the step computed: positions, finished blocks, sampled tokens, finishes."""
         rows, manager = self.rows, self.manager
-        manager.end_copies()
+        manager.end_step()
         scheduled = self._scheduled
         rows.num_computed[scheduled] += self._num_new
         self._num_steps += 1
         complete = rows.num_computed[scheduled] // manager.page_tokens
         sampled = rows.num_computed[scheduled] == rows.num_tokens[scheduled]
         ends_prompt = rows.num_computed[scheduled] == rows.num_prompt_tokens[scheduled]
-        for index in np.flatnonzero((complete > manager.num_committed[scheduled]) | ends_prompt).tolist():
+        for index in np.flatnonzero((complete > manager.num_settled[scheduled]) | ends_prompt).tolist():
             row = int(scheduled[index])
             manager.commit(row, rows.tokens[row], int(rows.num_computed[row]), ends_prompt=bool(ends_prompt[index]))
         # A prefill held window pages for its chunk: let them go at the first decode.
@@ -143,7 +145,12 @@ class Scheduler:
     def roll_back(self) -> None:
         """The planned step failed: its requests go back to waiting with what earlier steps computed."""
         for row in sorted(self._scheduled.tolist(), key=self.running.index, reverse=True):
-            self._preempt(row)
+            if row in self._admitted:  # its prefix may be what the failed step was to compute
+                self._preempt(row, keep=False)
+            else:
+                self.rows.num_computed[row] = self.manager.roll_back(row, int(self.rows.num_computed[row]))
+                self._preempt(row)
+        self.manager.end_step()
 
     # Running requests
 
@@ -168,6 +175,7 @@ class Scheduler:
             remaining = int(rows.num_tokens[row] - rows.num_computed[row])
             chunk = self._grow_or_preempt(row, min(remaining, budget, self.chunk_tokens), is_prefill=True)
             if chunk:
+                self.manager.commit_ahead(row, rows.tokens[row], int(rows.num_computed[row]) + chunk)
                 num_new[row] = chunk
                 budget -= chunk
         return budget
@@ -232,7 +240,9 @@ class Scheduler:
             self.waiting.popleft()
             self.rows.put(request, match.num_tokens)
             self.running.append(row)
+            self._admitted.add(row)
             self.rows.due[row] = self.manager.next_due(row)
+            self.manager.commit_ahead(row, request.token_ids, match.num_tokens + chunk)
             num_new[row] = chunk
             budget -= chunk
             self._count_admission(request, match.num_tokens)

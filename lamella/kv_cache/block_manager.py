@@ -32,6 +32,11 @@ class GroupUsage(NamedTuple):
     free: int
 
 
+def _key(tokens: np.ndarray) -> bytes:
+    """How the prefix tree knows a block."""
+    return tokens.astype(np.int32, copy=False).tobytes()
+
+
 class HybridBlockManager:
     """Block tables of up to `num_rows` running requests of up to `max_model_len` tokens.
 
@@ -63,6 +68,7 @@ class HybridBlockManager:
         self.first_kept = np.zeros((self.num_groups, num_rows), dtype=np.int64)  # in blocks
         self.num_blocks = np.zeros(num_rows, dtype=np.int64)
         self.num_committed = np.zeros(num_rows, dtype=np.int64)  # in blocks
+        self.num_settled = np.zeros(num_rows, dtype=np.int64)  # committed blocks whose contents are computed
         self.frontier = np.full(num_rows, NO_NODE, dtype=np.int64)  # pinned; NO_NODE: the row is empty
         self._junction = np.full(num_rows, -1, dtype=np.int64)  # block end where another prompt diverged
         self._prompt_tail = np.full(num_rows, -1, dtype=np.int64)  # end of the block that the prompt ends inside of
@@ -91,7 +97,7 @@ class HybridBlockManager:
         self.frontier[row] = frontier
         num_whole = len(match.path)
         self.nodes[row, :num_whole] = match.path
-        self.num_blocks[row] = self.num_committed[row] = num_whole
+        self.num_blocks[row] = self.num_committed[row] = self.num_settled[row] = num_whole
         for group, spec in enumerate(tree.specs):
             first = min(spec.first_needed(match.num_tokens) // self.page_tokens, num_whole)
             self.first_kept[group, row] = first
@@ -123,7 +129,7 @@ class HybridBlockManager:
         return True
 
     def planned_copies(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Per group (source pages, target pages) to copy before the next step; call `end_copies` when done."""
+        """Per group (source pages, target pages) to copy before the next step; `end_step` when they have run."""
         per_group = []
         for group in range(self.num_groups):
             pairs = [
@@ -135,11 +141,6 @@ class HybridBlockManager:
             array = np.array(pairs, dtype=np.int64).reshape(-1, 2)
             per_group.append((array[:, 0], array[:, 1]))
         return per_group
-
-    def end_copies(self) -> None:
-        """The planned copies have run: their sources are let go."""
-        for row in list(self.copies):
-            self._unlock_copy_sources(row)
 
     def _unlock_copy_sources(self, row: int) -> None:
         for group, source, _ in self.copies.pop(row, ()):
@@ -201,6 +202,23 @@ class HybridBlockManager:
 
     # Committing and releasing
 
+    def commit_ahead(self, row: int, token_ids: np.ndarray, num_tokens: int) -> None:
+        """Enter the blocks that the step in preparation completes (those below `num_tokens`), as pending: a
+        request admitted to the same step can share them. Stops at a block that the tree has already, for
+        which `commit` decides once its contents are there.
+
+        token_ids: int32 [>= num_tokens].
+        """
+        if not self.enable_prefix_caching:
+            return
+        tree, page_tokens = self.tree, self.page_tokens
+        for block in range(int(self.num_committed[row]), num_tokens // page_tokens):
+            tokens = token_ids[block * page_tokens : (block + 1) * page_tokens]
+            if tree.child(int(self.frontier[row]), _key(tokens)) != NO_NODE:
+                return
+            self._commit_block(row, block, tokens)
+            tree.pending.add(int(self.frontier[row]))
+
     def commit(self, row: int, token_ids: np.ndarray, num_computed: int, *, ends_prompt: bool = False) -> None:
         """Enter the blocks that are complete at `num_computed` in the tree, and keep resume points.
 
@@ -209,45 +227,79 @@ class HybridBlockManager:
         """
         if not self.enable_prefix_caching:
             return
-        complete = num_computed // self.page_tokens
+        page_tokens = self.page_tokens
+        complete = num_computed // page_tokens
         for block in range(int(self.num_committed[row]), complete):
-            start, end = block * self.page_tokens, (block + 1) * self.page_tokens
-            before = int(self.frontier[row])
-            self._commit_block(row, block, token_ids[start:end])
-            if end == self._prompt_tail[row]:
-                # Now the prompt's end can be kept to the token; this covers what was kept at `before`.
-                self._add_resume_point(row, since=start)
-                self.tree.drop_resume_point(before)
-            elif end == self._junction[row]:
-                self._add_resume_point(row, since=end)
+            self._commit_block(row, block, token_ids[block * page_tokens : (block + 1) * page_tokens])
+        for block in range(int(self.num_settled[row]), complete):
+            self._settle_block(row, block)
+        self.num_settled[row] = complete
         if ends_prompt:
-            end = complete * self.page_tokens
-            self._prompt_tail[row] = end + self.page_tokens if num_computed > end else -1
+            end = complete * page_tokens
+            self._prompt_tail[row] = end + page_tokens if num_computed > end else -1
             if complete:
-                self._add_resume_point(row, since=end)
+                self._add_resume_point(row, complete, since=end)
+
+    def end_step(self) -> None:
+        """The step has run: its copies are done and its pending blocks have their contents."""
+        self.tree.pending.clear()
+        for row in list(self.copies):
+            self._unlock_copy_sources(row)
+
+    def roll_back(self, row: int, num_computed: int) -> int:
+        """The step in preparation failed: forget the blocks it was to complete, and its copies.
+
+        A partial block goes too. Returns how many tokens the row still has computed. All rows of the failed
+        step must be rolled back or released: they may share pending blocks.
+        """
+        self._unlock_copy_sources(row)
+        complete = num_computed // self.page_tokens
+        for block in range(int(self.num_blocks[row]) - 1, complete - 1, -1):
+            for group in range(self.num_groups):
+                self._release_block(group, row, block)
+        frontier = node = int(self.frontier[row])
+        for _ in range(int(self.num_committed[row]) - complete):
+            node = int(self.tree.parent[node])
+        self.nodes[row, complete:] = NO_NODE
+        self.num_blocks[row] = min(int(self.num_blocks[row]), complete)
+        self.num_committed[row] = min(int(self.num_committed[row]), complete)
+        self.frontier[row] = node
+        self.tree.pin(node)
+        self.tree.unpin(frontier)
+        return complete * self.page_tokens
 
     def release(self, row: int, token_ids: np.ndarray, num_computed: int, *, keep: bool = True) -> None:
         """End of a request, for good or until it resumes: what it computed becomes cached (with `keep`),
         its last partial block included, and the row is empty.
 
-        token_ids: int32 [>= num_computed]. A row whose planned copy has not run keeps nothing new: its
-        partial block has no contents yet.
+        token_ids: int32 [>= num_computed].
         """
-        if keep and self.enable_prefix_caching and row not in self.copies:
+        if keep and self.enable_prefix_caching:
             self.commit(row, token_ids, num_computed)
-            complete = int(self.num_committed[row])
+            complete = num_computed // self.page_tokens
             if num_computed % self.page_tokens:
                 self._commit_block(row, complete, token_ids[complete * self.page_tokens : num_computed])
             if num_computed:
-                self._add_resume_point(row, since=num_computed)
+                self._add_resume_point(row, int(self.num_committed[row]), since=num_computed)
         self._drop_row(row)
+
+    def _settle_block(self, row: int, block: int) -> None:
+        """The block's contents are computed: keep the resume point that belongs at its end, if any."""
+        start, end = block * self.page_tokens, (block + 1) * self.page_tokens
+        if end == self._prompt_tail[row]:
+            # Now the prompt's end can be kept to the token; this covers what was kept a block earlier.
+            self._add_resume_point(row, block + 1, since=start)
+            if block:
+                self.tree.drop_resume_point(int(self.nodes[row, block - 1]))
+        elif end == self._junction[row]:
+            self._add_resume_point(row, block + 1, since=end)
 
     def _commit_block(self, row: int, block: int, tokens: np.ndarray) -> None:
         """Hand the block to the tree. Where the tree has it already, take the tree's pages for our own;
         where the tree's node is a tombstone, ours revive it. Either way the row holds references."""
         tree = self.tree
         parent = int(self.frontier[row])
-        key = tokens.astype(np.int32, copy=False).tobytes()
+        key = _key(tokens)
         node = tree.child(parent, key)
         if node == NO_NODE:
             node = tree.insert(parent, key)
@@ -268,14 +320,14 @@ class HybridBlockManager:
                 self._count_owned(group, -int(tree.refs[group, node] != 0))
             self.tables[group, row, block] = tree.lock(group, node)
 
-    def _add_resume_point(self, row: int, *, since: int) -> None:
-        """Make the commit frontier a resume point that holds, of each window, what any resume between `since`
-        and there needs, and one block more: a later prompt may part inside the last block. Pages that are
-        gone already are left out; where the frontier's own window is incomplete, there is none."""
+    def _add_resume_point(self, row: int, last_block: int, *, since: int) -> None:
+        """Make the end of the row's first `last_block` blocks a resume point that holds, of each window, what
+        any resume between `since` and there needs, and one block more: a later prompt may part inside the
+        last block. Pages that are gone already are left out; where the window at the end itself is
+        incomplete, there is no resume point."""
         tree = self.tree
-        node = int(self.frontier[row])
+        node = int(self.nodes[row, last_block - 1])
         end = int(tree.end[node])
-        last_block = int(self.num_committed[row])
         held: list[tuple[int, int]] = []
         for group in tree.windowed_groups:
             spec = tree.specs[group]
@@ -316,7 +368,7 @@ class HybridBlockManager:
         self.tree.unpin(frontier)
         self.nodes[row, :num_blocks] = NO_NODE
         self.first_kept[:, row] = 0
-        self.num_blocks[row] = self.num_committed[row] = 0
+        self.num_blocks[row] = self.num_committed[row] = self.num_settled[row] = 0
         self._junction[row] = self._prompt_tail[row] = -1
 
     # Reports

@@ -68,6 +68,8 @@ class PrefixTree:
         self._children: dict[tuple[int, bytes], int] = {}
         self._by_first_token: dict[tuple[int, bytes], dict[int, None]] = {}
         self._key: dict[int, tuple[int, bytes]] = {}
+        # Nodes whose contents the step in preparation will compute: shared as whole blocks, never copied from.
+        self.pending: set[int] = set()
         # Resume points by the node they end at, oldest use first -> the (group, node) pages they hold.
         self.resume_points: OrderedDict[int, list[tuple[int, int]]] = OrderedDict()
 
@@ -129,7 +131,10 @@ class PrefixTree:
         tail_node, tail_tokens = self._match_inside(node, raw[len(path) * block_bytes : (len(path) + 1) * block_bytes])
         nodes = path if tail_node == NO_NODE else [*path, tail_node]
         structural = len(path) * page_tokens + tail_tokens
-        num_tokens = self._longest_resume(nodes, min(structural, max_tokens))
+        limit = min(structural, max_tokens)
+        if limit % page_tokens and nodes[limit // page_tokens] in self.pending:
+            limit -= limit % page_tokens
+        num_tokens = self._longest_resume(nodes, limit)
         num_blocks = num_tokens // page_tokens
         source = nodes[num_blocks] if num_tokens % page_tokens else NO_NODE
         return PrefixMatch(num_tokens, nodes[:num_blocks], source, structural)
@@ -240,6 +245,7 @@ class PrefixTree:
                     self._free_page(group, page)
             parent, tokens = self._key.pop(node)
             del self._children[parent, tokens]
+            self.pending.discard(node)
             siblings = self._by_first_token[parent, tokens[:4]]
             del siblings[node]
             if not siblings:

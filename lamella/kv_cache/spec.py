@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lamella.errors import ConfigError
 
@@ -61,7 +62,7 @@ class KVCacheSpec:
         """First key position that a query at `position` sees."""
         raise TypeError("KVCacheSpec is abstract")
 
-    def first_visible_each(self, positions: np.ndarray) -> np.ndarray:
+    def first_visible_each(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """`first_visible` of every position (int64 [n] -> int64 [n])."""
         raise TypeError("KVCacheSpec is abstract")
 
@@ -127,7 +128,7 @@ class FullAttentionSpec(KVCacheSpec):
     def first_visible(self, position: int) -> int:
         return 0
 
-    def first_visible_each(self, positions: np.ndarray) -> np.ndarray:
+    def first_visible_each(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.zeros_like(positions)
 
 
@@ -155,7 +156,7 @@ class SlidingWindowSpec(KVCacheSpec):
     def first_visible(self, position: int) -> int:
         return max(0, position - self.window_tokens + 1)
 
-    def first_visible_each(self, positions: np.ndarray) -> np.ndarray:
+    def first_visible_each(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.maximum(0, positions - self.window_tokens + 1)
 
 
@@ -181,5 +182,5 @@ class ChunkedLocalAttentionSpec(KVCacheSpec):
     def first_visible(self, position: int) -> int:
         return position // self.attention_chunk_tokens * self.attention_chunk_tokens
 
-    def first_visible_each(self, positions: np.ndarray) -> np.ndarray:
+    def first_visible_each(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return positions // self.attention_chunk_tokens * self.attention_chunk_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 
 import numpy as np
 
@@ -78,7 +77,6 @@ class Simulation:
         self.max_model_len = max_model_len
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
-        self._arrivals = itertools.count()
 
     def add(self, request_id: str, prompt, num_tokens: int, salt: str | None = None) -> Request:
         request = Request(
@@ -91,7 +89,6 @@ class Simulation:
             seed=0,
             eos_token_ids=frozenset(),
             stop_token_ids=frozenset(),
-            arrival_order=next(self._arrivals),
             arrival_time=0.0,
             salt=salt,
         )

@@ -195,3 +195,40 @@ def test_a_prompt_resent_after_any_answer_hits_to_the_token(length, num_tokens):
     run_one(simulation, "first", prompt, num_tokens)
     assert run_one(simulation, "again", prompt, num_tokens)[0] == length - 1
     assert run_one(simulation, "parted", [*prompt[:-1], 49, 48])[0] == length - 1
+
+
+@pytest.mark.parametrize("specs", [HYBRID, [full()], [sliding(9)], [full(), chunked(8)]])
+def test_requests_of_one_step_share_what_the_first_is_about_to_compute(specs):
+    """Six equal prompts at once: one computes the whole blocks, the others only what lies beyond them."""
+    simulation = Simulation(specs, page_tokens=4, chunk_tokens=64, max_num_seqs=8)
+    prompt = list(range(23))
+    requests = [simulation.add(f"r{index}", [*prompt, 40 + index], 9) for index in range(6)]
+    simulation.step()
+    assert simulation.scheduler.counters().num_steps == 1
+    assert [request.num_cached_tokens for request in requests] == [0, 20, 20, 20, 20, 20]
+    simulation.run()
+    for index in range(6):
+        assert simulation.outputs[f"r{index}"] == foretell(None, [*prompt, 40 + index], 9)
+
+
+def test_when_a_shared_step_fails_nobody_keeps_what_was_never_computed():
+    simulation = Simulation(HYBRID, page_tokens=4, chunk_tokens=64, max_num_seqs=8)
+    prompt = list(range(23))
+    for index in range(4):
+        simulation.add(f"r{index}", [*prompt, 40 + index], 9)
+    simulation.step(fail=True)
+    assert list(simulation.manager.tree.nodes()) == []
+    assert all(usage == (0, 0, 0) for usage in simulation.manager.usage().values())
+    simulation.run()
+    for index in range(4):
+        assert simulation.outputs[f"r{index}"] == foretell(None, [*prompt, 40 + index], 9)
+
+
+def test_a_failed_chunk_keeps_what_earlier_chunks_computed():
+    simulation = Simulation(HYBRID, page_tokens=4, chunk_tokens=10)
+    request = simulation.add("r", range(30), 5)
+    simulation.step()
+    simulation.step(fail=True)
+    assert simulation.manager.match(request.token_ids).num_tokens == 8, "ten tokens, of which two whole blocks"
+    simulation.run()
+    assert simulation.outputs["r"] == foretell(None, range(30), 5)
