@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lamella.attention.backend import BACKEND_NAMES
+from lamella.engine.waiting_queue import SCHEDULING_POLICIES
 from lamella.errors import ConfigError
+from lamella.kv_cache.retention import RetentionPolicy
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -26,6 +28,10 @@ class EngineConfig:
     decode frees them; None: one page.
     kv_cache_memory_bytes: size of the KV arena; None: kv_cache_memory_fraction of the memory available
     once the weights are loaded.
+    scheduling_policy: "fcfs" (first come, first served) or "prefix" (longest cached prefix first, nobody waits
+    forever); LLM uses "prefix" unless told otherwise.
+    retention: which prefixes of sliding layers stay cached: "tails", "all" or "none".
+    retention_grid_tokens: with "tails", keep one every so many tokens, too; None: no grid.
     disable_hybrid_kv_cache: keep every layer's KV for the request's life.
     check_invariants: check the KV bookkeeping after every step (slow; for tests and debugging).
     cache_dir: where converted weights are kept; None: the user's cache folder.
@@ -43,6 +49,9 @@ class EngineConfig:
     page_size: int = 16
     swa_eviction_interval: int | None = None
     enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    retention: str = "tails"
+    retention_grid_tokens: int | None = None
     disable_hybrid_kv_cache: bool = False
     kv_cache_memory_bytes: int | None = None
     kv_cache_memory_fraction: float = 0.4
@@ -56,6 +65,8 @@ class EngineConfig:
         self._require_one_of("load_format", LOAD_FORMATS)
         self._require_one_of("dtype", DTYPES)
         self._require_one_of("attention_backend", BACKEND_NAMES)
+        self._require_one_of("scheduling_policy", SCHEDULING_POLICIES)
+        RetentionPolicy(self.retention, self.retention_grid_tokens)  # raises what is wrong with them
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
             self._require_positive(name)
         for name in ("swa_eviction_interval", "kv_cache_memory_bytes"):

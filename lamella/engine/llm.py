@@ -29,6 +29,8 @@ class LLM:
     """
 
     def __init__(self, model: str, **engine_arguments: Any) -> None:
+        # Offline the order is ours to choose; outputs come back in the order of the prompts either way.
+        engine_arguments.setdefault("scheduling_policy", "prefix")
         self.engine = Engine(EngineConfig(model=model, **engine_arguments))
         self._next_id = itertools.count()
 

@@ -16,6 +16,7 @@ from lamella.errors import ConfigError
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import KVLayout, build_layout, without_sliding
 from lamella.kv_cache.memory import allocate_arena, available_memory_bytes
+from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import PoolSize, size_pool
 from lamella.model_executor.loading import load_config, load_tokenizer, load_weights, resolve_model
 from lamella.model_executor.model_config import ModelConfig, layer_specs
@@ -88,6 +89,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         max_model_len=size.max_model_len,
         interval_tokens=interval_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
+        retention=RetentionPolicy(config.retention, config.retention_grid_tokens),
     )
     scheduler = Scheduler(
         manager,
@@ -95,6 +97,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=size.max_model_len,
         chunk_tokens=size.chunk_tokens,
+        scheduling_policy=config.scheduling_policy,
     )
     arena = allocate_arena(layout, size.num_slabs, device)
     runner = ModelRunner(model, backend, layout, attention_specs, arena)

@@ -1,4 +1,4 @@
-"""Who runs in the next step, with how many tokens: continuous batching, first come first served.
+"""Who runs in the next step, with how many tokens: continuous batching.
 
     waiting ──admit──▶ running (a row) ──finish──▶ done
        ▲                  │
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy as np
 from lamella.engine.request import Request
 from lamella.engine.request_rows import RequestRows
 from lamella.engine.step_builder import build_step_plan
+from lamella.engine.waiting_queue import WaitingQueue
 from lamella.errors import InvariantError
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.prefix_tree import PrefixMatch
@@ -46,7 +46,9 @@ class SchedulerCounters(NamedTuple):
 
 
 class Scheduler:
-    """chunk_tokens: the largest prefill chunk that the KV memory was sized for."""
+    """chunk_tokens: the largest prefill chunk that the KV memory was sized for.
+    scheduling_policy: the order of the waiting queue, see WaitingQueue.
+    """
 
     def __init__(
         self,
@@ -56,12 +58,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         chunk_tokens: int,
+        scheduling_policy: str = "fcfs",
     ) -> None:
         self.manager = manager
+        self.queue = WaitingQueue(manager, scheduling_policy)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens = min(chunk_tokens, max_num_batched_tokens)
         self.rows = RequestRows(max_num_seqs, max_model_len)
-        self.waiting: deque[Request] = deque()
         self.running: list[int] = []  # rows, oldest request first
         self._scheduled = np.zeros(0, dtype=np.int64)
         self._num_new = np.zeros(0, dtype=np.int64)
@@ -72,11 +75,11 @@ class Scheduler:
     # The outside
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        self.queue.add(request, self._num_steps)
 
     @property
     def has_requests(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.queue or self.running)
 
     def counters(self) -> SchedulerCounters:
         return SchedulerCounters(
@@ -92,8 +95,8 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         if request.row >= 0:
             self._leave_row(request.row)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+        else:
+            self.queue.discard(request)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step and reserve its memory; None when nothing can run."""
@@ -214,7 +217,7 @@ class Scheduler:
         request = rows.take(row)
         request.num_preemptions += 1
         self._num_preemptions += 1
-        self.waiting.appendleft(request)
+        self.queue.add_first(request, self._num_steps)
 
     def _leave_row(self, row: int) -> None:
         rows = self.rows
@@ -225,8 +228,9 @@ class Scheduler:
     # Admission
 
     def _admit(self, num_new: dict[int, int], budget: int) -> None:
-        while self.waiting and budget and self.rows.has_free_row:
-            request = self.waiting[0]
+        self.queue.new_round()
+        while self.queue and budget and self.rows.has_free_row:
+            request = self.queue.next(self._num_steps)
             match = self.manager.match(request.token_ids, request.salt)
             if self.running and not self._has_room(request, match):
                 return
@@ -237,7 +241,7 @@ class Scheduler:
                 if not self.running:
                     self._clear_for(request, match)
                 return
-            self.waiting.popleft()
+            self.queue.discard(request)
             self.rows.put(request, match.num_tokens)
             self.running.append(row)
             self._admitted.add(row)

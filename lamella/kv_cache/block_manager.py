@@ -19,6 +19,7 @@ import numpy as np
 from lamella.kv_cache.arena import NULL_PAGE, Arena
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.prefix_tree import NO_NODE, PrefixMatch, PrefixTree, Salt
+from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.spec import ceil_div
 
 NOT_DUE = np.iinfo(np.int64).max
@@ -53,11 +54,13 @@ class HybridBlockManager:
         max_model_len: int,
         interval_tokens: int,
         enable_prefix_caching: bool = True,
+        retention: RetentionPolicy | None = None,
     ) -> None:
         self.layout = layout
         self.page_tokens = layout.page_tokens
         self.interval_tokens = interval_tokens
         self.enable_prefix_caching = enable_prefix_caching
+        self.retention = RetentionPolicy() if retention is None else retention
         self.arena = Arena(layout, num_slabs)
         specs = tuple(group.spec for group in layout.groups)
         self.tree = PrefixTree(specs, page_tokens=self.page_tokens, free_page=self.arena.free)
@@ -291,7 +294,7 @@ class HybridBlockManager:
             self._add_resume_point(row, block + 1, since=start)
             if block:
                 self.tree.drop_resume_point(int(self.nodes[row, block - 1]))
-        elif end == self._junction[row]:
+        elif end == self._junction[row] or self.retention.keeps_block_end(end, self.page_tokens):
             self._add_resume_point(row, block + 1, since=end)
 
     def _commit_block(self, row: int, block: int, tokens: np.ndarray) -> None:
@@ -324,8 +327,10 @@ class HybridBlockManager:
         """Make the end of the row's first `last_block` blocks a resume point that holds, of each window, what
         any resume between `since` and there needs, and one block more: a later prompt may part inside the
         last block. Pages that are gone already are left out; where the window at the end itself is
-        incomplete, there is no resume point."""
+        incomplete, there is no resume point; nor where the policy keeps none."""
         tree = self.tree
+        if tree.windowed_groups and not self.retention.keeps_ends:
+            return
         node = int(self.nodes[row, last_block - 1])
         end = int(tree.end[node])
         held: list[tuple[int, int]] = []

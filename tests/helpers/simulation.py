@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import numpy as np
 
 from lamella.engine.request import Request
@@ -11,6 +10,7 @@ from lamella.engine.scheduler import Scheduler
 from lamella.kv_cache import invariants
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import build_layout
+from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import request_slabs, size_pool
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from tests.helpers.fake_executor import FakeExecutor
@@ -55,6 +55,8 @@ class Simulation:
         max_num_seqs: int = 4,
         interval_tokens: int | None = None,
         enable_prefix_caching: bool = True,
+        scheduling_policy: str = "fcfs",
+        retention: RetentionPolicy | None = None,
     ) -> None:
         layout = build_layout(specs, page_tokens=page_tokens)
         interval = interval_tokens or page_tokens
@@ -68,10 +70,12 @@ class Simulation:
         self.manager = HybridBlockManager(
             layout, num_slabs=pool.num_slabs, num_rows=max_num_seqs, max_model_len=max_model_len,
             interval_tokens=interval, enable_prefix_caching=enable_prefix_caching,
+            retention=retention,
         )  # fmt: skip
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max(chunk_tokens, max_num_seqs),
             max_model_len=max_model_len, chunk_tokens=pool.chunk_tokens,
+            scheduling_policy=scheduling_policy,
         )  # fmt: skip
         self.executor = FakeExecutor(layout, [kind_of(group.spec) for group in layout.groups])
         self.max_model_len = max_model_len

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from lamella.errors import InvariantError
+from lamella.kv_cache.retention import RetentionPolicy
 from tests.helpers.fake_executor import foretell
 from tests.helpers.simulation import Simulation, chunked, full, sliding
 
@@ -39,12 +40,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([1, 2, 4]),
         interval_tokens=st.sampled_from([None, 1, 6, 20]),
         caching=st.sampled_from([True, True, True, False]),
+        policy=st.sampled_from(["fcfs", "prefix"]),
+        retention=st.sampled_from([("tails", None), ("tails", 10), ("all", None), ("none", None)]),
     )
-    def start(self, specs, page_tokens, extra_slabs, chunk_tokens, max_num_seqs, interval_tokens, caching):
+    def start(
+        self, specs, page_tokens, extra_slabs, chunk_tokens, max_num_seqs, interval_tokens, caching, policy, retention
+    ):
         self.simulation = Simulation(
             specs, page_tokens=page_tokens, max_model_len=MAX_MODEL_LEN, extra_slabs=extra_slabs,
             chunk_tokens=chunk_tokens, max_num_seqs=max_num_seqs, interval_tokens=interval_tokens,
-            enable_prefix_caching=caching,
+            enable_prefix_caching=caching, scheduling_policy=policy, retention=RetentionPolicy(*retention),
         )  # fmt: skip
         self.expected: dict[str, list[int]] = {}
 

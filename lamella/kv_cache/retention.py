@@ -1,0 +1,50 @@
+"""Which places in a token sequence are kept as resume points, beyond what running requests use.
+
+In a model with sliding layers this, and not the order of eviction, decides whether prefixes are found
+again: full-attention KV without the window that belongs to it cannot be resumed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lamella.errors import ConfigError
+
+RETENTION_POLICIES = ("tails", "all", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """name:
+
+    "tails"  the end of each prompt (and one block more), of each generation, of what was preempted or
+             aborted, and where a second prompt was seen to part from a first
+    "all"    every block end as well: a resume anywhere, at the price of all sliding KV
+    "none"   nothing: sliding layers' prefixes are shared between running requests only
+
+    grid_tokens: with "tails", also every so many tokens (rounded up to blocks); None: no grid.
+    Without sliding layers every block end is a place to resume and the policies do not differ.
+    """
+
+    name: str = "tails"
+    grid_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in RETENTION_POLICIES:
+            raise ConfigError(f"retention={self.name!r} is not known; choose one of {', '.join(RETENTION_POLICIES)}")
+        if self.grid_tokens is not None and self.grid_tokens < 1:
+            raise ConfigError(f"retention_grid_tokens={self.grid_tokens}: must be a positive number of tokens, or None")
+        if self.grid_tokens is not None and self.name != "tails":
+            raise ConfigError(
+                f"retention_grid_tokens={self.grid_tokens} goes with retention='tails', not {self.name!r}"
+            )
+
+    @property
+    def keeps_ends(self) -> bool:
+        return self.name != "none"
+
+    def keeps_block_end(self, end: int, page_tokens: int) -> bool:
+        """Whether the block end at position `end` is kept for itself, whatever ends or parts there."""
+        if self.name == "all":
+            return True
+        return self.grid_tokens is not None and end % (-(-self.grid_tokens // page_tokens) * page_tokens) == 0
