@@ -61,7 +61,7 @@ class OutputProcessor:
         """
         stopped: list[tuple[Request, str]] = []
         touched: dict[str, None] = {}
-        for request, token_id, _ in new_tokens:
+        for request, token_id in new_tokens:
             conversation = self._conversations[request.request_id]
             sample = conversation.samples[request.sample_index]
             sample.token_ids.append(token_id)

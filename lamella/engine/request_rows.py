@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from lamella.engine.request import NO_ROW, Request
@@ -30,6 +32,9 @@ class RequestRows:
         self.seeds = np.zeros(num_rows, dtype=np.uint64)
         self.min_tokens = np.zeros(num_rows, dtype=np.int64)
         self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
+        # Ids that end some request in a row, with how many rows each: what sampled tokens are screened for.
+        self._end_token_counts: Counter[int] = Counter()
+        self.end_token_ids = np.zeros(0, dtype=np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -63,6 +68,7 @@ class RequestRows:
         self.seeds[row] = request.seed
         self.min_tokens[row] = params.min_tokens
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._count_end_tokens(request, +1)
         return row
 
     def take(self, row: int) -> Request:
@@ -72,7 +78,17 @@ class RequestRows:
         request.row = NO_ROW
         self.requests[row] = None
         self._free_rows.append(row)
+        self._count_end_tokens(request, -1)
         return request
+
+    def _count_end_tokens(self, request: Request, change: int) -> None:
+        num_known = len(self._end_token_counts)
+        for token_id in request.eos_token_ids | request.stop_token_ids:
+            self._end_token_counts[token_id] += change
+            if not self._end_token_counts[token_id]:
+                del self._end_token_counts[token_id]
+        if len(self._end_token_counts) != num_known:
+            self.end_token_ids = np.array(list(self._end_token_counts), dtype=np.int64)
 
     def sampling_batch(self, rows: np.ndarray) -> SamplingBatch:
         """How to sample the next token of each of `rows` (int64 [S])."""

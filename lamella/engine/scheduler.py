@@ -24,7 +24,7 @@ from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.prefix_tree import PrefixMatch
 from lamella.kv_cache.sizing import request_pages
 from lamella.kv_cache.spec import ceil_div
-from lamella.model_executor.step_plan import StepPlan, StepResult, TokenLogprobs
+from lamella.model_executor.step_plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ class NewToken(NamedTuple):
 
     request: Request
     token_id: int
-    logprobs: TokenLogprobs | None
 
 
 class SchedulerCounters(NamedTuple):
@@ -134,12 +133,7 @@ class Scheduler:
             manager.commit(row, rows.tokens[row], int(rows.num_computed[row]), ends_prompt=bool(ends_prompt[index]))
         # A prefill held window pages for its chunk: let them go at the first decode.
         rows.due[scheduled[sampled & (self._num_new > 1)]] = 0
-        now = time.monotonic()
-        new_tokens = [
-            self._append(int(row), int(token), result.logprobs.get(index), now)
-            for index, (row, token) in enumerate(zip(scheduled[sampled], result.token_ids, strict=True))
-        ]
-        self._num_generated_tokens += len(new_tokens)
+        new_tokens = self._append(scheduled[sampled], result)
         for new in new_tokens:
             if new.request.is_finished:
                 self._leave_row(new.request.row)
@@ -308,20 +302,33 @@ class Scheduler:
 
     # Sampled tokens
 
-    def _append(self, row: int, token_id: int, logprobs: TokenLogprobs | None, now: float) -> NewToken:
-        rows = self.rows
-        request = rows.request(row)
-        num_tokens = int(rows.num_tokens[row])
-        if request.first_token_time is None:
-            request.first_token_time = now
-        if logprobs is not None:
-            request.output_logprobs.append(logprobs)
-        rows.tokens[row, num_tokens] = token_id
-        rows.num_tokens[row] = num_tokens + 1
-        if token_id in request.stop_token_ids:
-            request.finish_reason, request.stop_reason = "stop", token_id
-        elif token_id in request.eos_token_ids:
-            request.finish_reason = "stop"
-        elif num_tokens + 1 >= request.max_total_tokens:
-            request.finish_reason = "length"
-        return NewToken(request, token_id, logprobs)
+    def _append(self, sampled_rows: np.ndarray, result: StepResult) -> list[NewToken]:
+        """Give each row (int64 [S]) its token. Python touches only requests to which more happens: a first
+        token, log-probabilities, an end."""
+        rows, token_ids = self.rows, result.token_ids
+        num_tokens = rows.num_tokens[sampled_rows]
+        rows.tokens[sampled_rows, num_tokens] = token_ids
+        rows.num_tokens[sampled_rows] = num_tokens + 1
+        self._num_generated_tokens += len(sampled_rows)
+        requests = [rows.requests[row] for row in sampled_rows.tolist()]
+        ids = token_ids.tolist()
+        for index, logprobs in result.logprobs.items():
+            requests[index].output_logprobs.append(logprobs)
+        is_first = np.flatnonzero(num_tokens == rows.num_prompt_tokens[sampled_rows])
+        if len(is_first):
+            now = time.monotonic()
+            for index in is_first.tolist():
+                requests[index].first_token_time = now
+        at_limit = num_tokens + 1 >= rows.max_total_tokens[sampled_rows]
+        for index in np.flatnonzero(at_limit | np.isin(token_ids, rows.end_token_ids)).tolist():
+            _end_if_due(requests[index], ids[index], at_limit=bool(at_limit[index]))
+        return [NewToken(request, token_id) for request, token_id in zip(requests, ids, strict=True)]
+
+
+def _end_if_due(request: Request, token_id: int, *, at_limit: bool) -> None:
+    if token_id in request.stop_token_ids:
+        request.finish_reason, request.stop_reason = "stop", token_id
+    elif token_id in request.eos_token_ids:
+        request.finish_reason = "stop"
+    elif at_limit:
+        request.finish_reason = "length"

@@ -30,10 +30,13 @@ def build_step_plan(
         table = manager.tables[group]
         first_blocks = manager.first_kept[group, scheduled]
         width = int((manager.num_blocks[scheduled] - first_blocks).max())
-        columns = first_blocks[:, None] + np.arange(width)
-        inside = columns < table.shape[1]
-        block_tables = table[scheduled[:, None], np.where(inside, columns, 0)]
-        block_tables[~inside] = NULL_PAGE
+        if first_blocks.any():
+            columns = first_blocks[:, None] + np.arange(width)
+            inside = columns < table.shape[1]
+            block_tables = table[scheduled[:, None], np.where(inside, columns, 0)]
+            block_tables[~inside] = NULL_PAGE
+        else:
+            block_tables = table[:, :width].take(scheduled, axis=0)
         slot_mapping = table[row_of_token, blocks] * manager.page_tokens + offsets
         source_pages, target_pages = copies[group]
         groups.append(GroupPlan(block_tables, first_blocks, slot_mapping, PageCopies(source_pages, target_pages)))
