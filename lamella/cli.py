@@ -14,13 +14,19 @@ import click
 from lamella import LLM, SamplingParams, __version__
 from lamella.benchmark.dataset_options import DatasetOptions
 from lamella.benchmark.throughput import ThroughputArgs, run_throughput
-from lamella.cli_options import FieldOptions
+from lamella.cli_options import FieldOptions, Number
 from lamella.engine.config import EngineConfig
 from lamella.errors import LamellaError
+from lamella.planner.model_specs import model_specs
+from lamella.planner.plan import PlanOptions, make_plan
+from lamella.planner.plot import plot_plan
 
 engine_options = FieldOptions(EngineConfig)
 sampling_options = FieldOptions(SamplingParams, renamed={"seed": "sampling_seed"}, omitted=["output_kind"])
 dataset_options = FieldOptions(DatasetOptions)
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+SIZE = Number(int, words=(), optional=False, as_bytes=True)
 
 
 class Refusal(click.ClickException):
@@ -73,6 +79,44 @@ def generate(ctx: click.Context, prompts: tuple[str, ...], prompts_file: Path | 
     with LLM(**engine_options.given(ctx)) as llm:
         for output in llm.generate(all_prompts, params, use_tqdm=sys.stderr.isatty()):
             click.echo(json.dumps(_output_json(output), ensure_ascii=False) if as_json else _output_text(output))
+
+
+@cli.command()
+@click.option("--model", required=True, help="Folder, config.json, .gguf file or name of a published model.")
+@click.option("--memory", type=SIZE, required=True, help='KV memory, weights not counted: "80GiB".')
+@click.option("--context", type=int, required=True, help="Prompt and output of one request, in tokens.")
+@click.option("--page-size", type=int, default=16, show_default=True, help="Tokens per KV page.")
+@click.option(
+    "--dtype", type=click.Choice(list(DTYPE_BYTES)), default="bfloat16", show_default=True, help="Of K and V."
+)
+@click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, help="Most tokens in one step.")
+@click.option("--swa-eviction-interval", type=int, help="Tokens that leave a window before decode frees them.")
+@click.option("--ratio", "ratios", type=float, multiple=True, help="Fixed pools to compare with; may be repeated.")
+@click.option("--plot", type=click.Path(dir_okay=False), help="Also draw requests against context into this PNG.")
+def plan(
+    model: str,
+    memory: int,
+    context: int,
+    page_size: int,
+    dtype: str,
+    max_num_batched_tokens: int,
+    swa_eviction_interval: int | None,
+    ratios: tuple[float, ...],
+    plot: str | None,
+) -> None:
+    """Say how many requests a KV memory holds, without loading weights."""
+    options = PlanOptions(
+        memory_bytes=memory,
+        context_tokens=context,
+        page_tokens=page_size,
+        chunk_tokens=max_num_batched_tokens,
+        interval_tokens=swa_eviction_interval,
+        ratios=ratios or None,
+    )
+    made = make_plan(model, model_specs(model, DTYPE_BYTES[dtype]), options)
+    click.echo(made.report())
+    if plot is not None:
+        plot_plan(made, plot)
 
 
 @cli.group()

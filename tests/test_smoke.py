@@ -12,7 +12,7 @@ from lamella import errors
 
 PACKAGE = Path(lamella.__file__).parent
 # A floor imports only itself and those after it; what stands beside the floors is named by its own entry.
-FLOORS = ("cli", "benchmark", "engine", "model_executor", "attention", "kv_cache", "native", "errors")
+FLOORS = ("cli", "planner", "benchmark", "engine", "model_executor", "attention", "kv_cache", "native", "errors")
 
 MANNERS = """
 import logging, os, signal, sys, threading

@@ -8,8 +8,10 @@ from lamella.attention.backend import BACKEND_NAMES
 from lamella.engine.waiting_queue import SCHEDULING_POLICIES
 from lamella.errors import ConfigError
 from lamella.kv_cache.retention import RetentionPolicy
+from lamella.kv_cache.split import check_ratio
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+KV_SPLITS = ("elastic", "ratio")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -33,6 +35,10 @@ class EngineConfig:
     retention: which prefixes of sliding layers stay cached: "tails", "all" or "none".
     retention_grid_tokens: with "tails", keep one every so many tokens, too; None: no grid.
     disable_hybrid_kv_cache: keep every layer's KV for the request's life.
+    kv_split: "elastic" lends KV memory to full and windowed layers as they need it; "ratio" divides it once, into
+    fixed pools.
+    swa_full_tokens_ratio: tokens that a windowed pool holds per token of the full-attention pool, with kv_split
+    "ratio" only; None: 0.8 or, without prefix caching, no more than max_num_seqs requests can hold.
     check_invariants: check the KV bookkeeping after every step (slow; for tests and debugging).
     cache_dir: where converted weights are kept; None: the user's cache folder.
     """
@@ -53,6 +59,8 @@ class EngineConfig:
     retention: str = "tails"
     retention_grid_tokens: int | None = None
     disable_hybrid_kv_cache: bool = False
+    kv_split: str = "elastic"
+    swa_full_tokens_ratio: float | None = None
     kv_cache_memory_bytes: int | None = None
     kv_cache_memory_fraction: float = 0.4
     attention_backend: str = "auto"
@@ -65,6 +73,7 @@ class EngineConfig:
         self._require_one_of("load_format", LOAD_FORMATS)
         self._require_one_of("dtype", DTYPES)
         self._require_one_of("attention_backend", BACKEND_NAMES)
+        self._require_one_of("kv_split", KV_SPLITS)
         self._require_one_of("scheduling_policy", SCHEDULING_POLICIES)
         RetentionPolicy(self.retention, self.retention_grid_tokens)  # raises what is wrong with them
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
@@ -78,6 +87,14 @@ class EngineConfig:
             raise ConfigError(f"seed={self.seed!r}: must be an integer of at least 0")
         if not 0 < self.kv_cache_memory_fraction <= 1:
             raise ConfigError(f"kv_cache_memory_fraction={self.kv_cache_memory_fraction!r}: must lie in (0, 1]")
+        if self.swa_full_tokens_ratio is not None:
+            check_ratio(self.swa_full_tokens_ratio)
+            if self.kv_split != "ratio":
+                raise ConfigError(
+                    f"swa_full_tokens_ratio={self.swa_full_tokens_ratio!r} is given, but with "
+                    f'kv_split="{self.kv_split}" memory is not divided by a ratio; set kv_split="ratio" as well, or '
+                    "leave the ratio out"
+                )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "

@@ -20,6 +20,7 @@ from lamella.engine.sampling_params import SamplingParams
 from lamella.errors import EngineClosedError, RequestError
 from lamella.kv_cache import invariants
 from lamella.kv_cache.block_manager import GroupUsage
+from lamella.kv_cache.report import kv_cache_report
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.tokenizer import Tokenizer
 
@@ -185,6 +186,18 @@ class Engine:
             peak_pages=peaks,
             peak_page_bytes={name: count * page_bytes[name] for name, count in peaks.items()},
             pages=loaded.manager.usage(),
+        )
+
+    def kv_cache_report(self) -> str:
+        """Tables of what each layer keeps, pages and slabs per group, and how many requests fit at several lengths."""
+        loaded = self._require_open()
+        return kv_cache_report(
+            loaded.layout,
+            loaded.pool.num_slabs,
+            max_model_len=loaded.pool.max_model_len,
+            chunk_tokens=loaded.pool.chunk_tokens,
+            interval_tokens=loaded.manager.interval_tokens,
+            slab_quota=loaded.manager.arena.slab_quota,
         )
 
     def reset_prefix_cache(self) -> bool:

@@ -18,6 +18,7 @@ from lamella.kv_cache.layout import KVLayout, build_layout, without_sliding
 from lamella.kv_cache.memory import allocate_arena, available_memory_bytes
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import PoolSize, size_pool
+from lamella.kv_cache.split import split_pools
 from lamella.model_executor.loading import load_config, load_tokenizer, load_weights, resolve_model
 from lamella.model_executor.model_config import ModelConfig, layer_specs
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
@@ -63,25 +64,10 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     attention_specs = layer_specs(model_config, itemsize_bytes=dtype.itemsize)
     stored_specs = without_sliding(attention_specs) if config.disable_hybrid_kv_cache else attention_specs
     layout = build_layout(stored_specs, page_tokens=config.page_size)
-    interval_tokens = config.swa_eviction_interval or config.page_size
     memory_bytes = config.kv_cache_memory_bytes
     if memory_bytes is None:
         memory_bytes = int(available_memory_bytes(device) * config.kv_cache_memory_fraction)
-    size = size_pool(
-        layout,
-        memory_bytes=memory_bytes,
-        max_model_len=max_model_len,
-        longest_model_len=model_config.max_position_embeddings,
-        chunk_tokens=config.max_num_batched_tokens,
-        interval_tokens=interval_tokens,
-    )
-    if size.chunk_tokens < config.max_num_batched_tokens:
-        logger.info(
-            "prefill chunks of one request are capped at %d tokens: the KV memory holds no more beside a request of "
-            "%d tokens",
-            size.chunk_tokens,
-            size.max_model_len,
-        )
+    size, slab_quota, interval_tokens = _size_memory(config, layout, model_config, memory_bytes, max_model_len)
     manager = HybridBlockManager(
         layout,
         num_slabs=size.num_slabs,
@@ -89,6 +75,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         max_model_len=size.max_model_len,
         interval_tokens=interval_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
+        slab_quota=slab_quota,
         retention=RetentionPolicy(config.retention, config.retention_grid_tokens),
     )
     scheduler = Scheduler(
@@ -102,6 +89,54 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     arena = allocate_arena(layout, size.num_slabs, device)
     runner = ModelRunner(model, backend, layout, attention_specs, arena)
     return LoadedEngine(tokenizer, model_config, layout, size, manager, scheduler, runner)
+
+
+def _size_memory(
+    config: EngineConfig,
+    layout: KVLayout,
+    model_config: ModelConfig,
+    memory_bytes: int,
+    max_model_len: int | None,
+) -> tuple[PoolSize, tuple[int, ...] | None, int]:
+    """The arena's size, each group's slabs where pools are fixed, and the eviction interval in tokens."""
+    wanted_chunk = config.max_num_batched_tokens
+    interval_tokens = config.swa_eviction_interval or config.page_size
+    slab_quota = None
+    if config.kv_split == "ratio":
+        pools = split_pools(
+            layout,
+            memory_bytes=memory_bytes,
+            ratio=config.swa_full_tokens_ratio,
+            max_model_len=max_model_len,
+            longest_model_len=model_config.max_position_embeddings,
+            chunk_tokens=wanted_chunk,
+            interval_tokens=interval_tokens,
+            max_num_seqs=config.max_num_seqs,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        size, slab_quota = PoolSize(pools.num_slabs, pools.chunk_tokens, pools.max_model_len), pools.slab_quota
+        if pools.interval_tokens < interval_tokens:
+            logger.info(
+                "the eviction interval is capped at %d tokens: the windowed pools hold no more", pools.interval_tokens
+            )
+        interval_tokens = pools.interval_tokens
+    else:
+        size = size_pool(
+            layout,
+            memory_bytes=memory_bytes,
+            max_model_len=max_model_len,
+            longest_model_len=model_config.max_position_embeddings,
+            chunk_tokens=wanted_chunk,
+            interval_tokens=interval_tokens,
+        )
+    if size.chunk_tokens < wanted_chunk:
+        logger.info(
+            "prefill chunks of one request are capped at %d tokens: the KV memory holds no more beside a request of "
+            "%d tokens",
+            size.chunk_tokens,
+            size.max_model_len,
+        )
+    return size, slab_quota, interval_tokens
 
 
 def _choose_device(name: str) -> torch.device:

@@ -10,6 +10,7 @@ The oldest running request is never preempted for another, so there is always pr
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from typing import NamedTuple
 
@@ -44,6 +45,21 @@ class SchedulerCounters(NamedTuple):
     num_preemptions: int
 
 
+# A chunk's sliding KV is needed for one step only. More than this share of the arena for it would evict
+# cached prefixes that are worth more than a larger chunk.
+MAX_TRANSIENT_SHARE = 1 / 8
+
+
+def _prefill_tokens(manager: HybridBlockManager) -> int:
+    """Most prompt tokens that one step computes, for the sake of the sliding KV that they hold meanwhile."""
+    layout, windowed_groups = manager.layout, manager.tree.windowed_groups
+    if not windowed_groups:
+        return sys.maxsize
+    block_bytes = sum(layout.groups[group].page_bytes for group in windowed_groups)
+    arena_bytes = (manager.arena.num_slabs - 1) * layout.slab_bytes
+    return max(1, int(arena_bytes * MAX_TRANSIENT_SHARE) // block_bytes) * layout.page_tokens
+
+
 class Scheduler:
     """chunk_tokens: the largest prefill chunk that the KV memory was sized for.
     scheduling_policy: the order of the waiting queue, see WaitingQueue.
@@ -63,6 +79,7 @@ class Scheduler:
         self.queue = WaitingQueue(manager, scheduling_policy)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens = min(chunk_tokens, max_num_batched_tokens)
+        self.prefill_tokens = _prefill_tokens(manager)
         self.rows = RequestRows(max_num_seqs, max_model_len)
         self.running: list[int] = []  # rows, oldest request first
         self._scheduled = np.zeros(0, dtype=np.int64)
@@ -105,7 +122,7 @@ class Scheduler:
         num_preemptions = self._num_preemptions
         for row in self._grow_decodes():
             num_new[row] = 1
-        budget -= len(num_new)
+        budget = min(budget - len(num_new), self.prefill_tokens)
         budget = self._continue_prefills(num_new, budget)
         if self._num_preemptions == num_preemptions:
             self._admit(num_new, budget)
@@ -275,30 +292,35 @@ class Scheduler:
     def _has_room(self, request: Request, match: PrefixMatch) -> bool:
         """Whether the whole prompt fits beside what runs and what running prefills still need.
 
-        Counts every group at the most that the request can hold, so an admitted prompt is not preempted
-        halfway for want of memory that could be foreseen.
+        Counts every group at the most that the request can hold with small chunks, so an admitted prompt is
+        not preempted halfway for want of memory that could be foreseen. What a chunk holds of a window for
+        the time of a step is no claim: the chunk is cut to what there is.
         """
-        layout = self.manager.layout
-        capacity = (self.manager.arena.num_slabs - 1) * layout.slab_bytes
-        wanted = self._request_bytes(len(request.token_ids) + 1)
-        for row in self.running:
-            if self.rows.num_tokens[row] - self.rows.num_computed[row] > 1:
-                grown = int(self.manager.num_blocks[row])
-                missing = ceil_div(int(self.rows.num_tokens[row]) + 1, layout.page_tokens) - grown
-                wanted += missing * sum(layout.groups[group].page_bytes for group in self.manager.tree.full_groups)
-        for group in self.manager.tree.full_groups:  # pages that others hold already cost nothing
-            num_shared = int((self.manager.tree.refs[group, match.path] > 0).sum()) if match.path else 0
-            wanted -= num_shared * layout.groups[group].page_bytes
-        return self.manager.owned_bytes + wanted <= capacity
-
-    def _request_bytes(self, num_tokens: int) -> int:
-        pages = request_pages(
-            self.manager.layout,
-            max_model_len=num_tokens,
-            chunk_tokens=min(self.chunk_tokens, num_tokens),
-            interval_tokens=self.manager.interval_tokens,
+        manager = self.manager
+        groups, page_tokens = manager.layout.groups, manager.page_tokens
+        num_tokens = len(request.token_ids) + 1
+        wanted = list(
+            request_pages(
+                manager.layout,
+                max_model_len=num_tokens,
+                chunk_tokens=page_tokens,
+                interval_tokens=manager.interval_tokens,
+            )
         )
-        return sum(count * group.page_bytes for count, group in zip(pages, self.manager.layout.groups, strict=True))
+        prefills = [row for row in self.running if self.rows.num_tokens[row] - self.rows.num_computed[row] > 1]
+        for group in manager.tree.full_groups:
+            for row in prefills:
+                whole = ceil_div(int(self.rows.num_tokens[row]) + 1, page_tokens)
+                wanted[group] += whole - int(manager.num_blocks[row])
+            if match.path:  # pages that others hold already cost nothing
+                wanted[group] -= int((manager.tree.refs[group, match.path] > 0).sum())
+        pages = [owned + more for owned, more in zip(manager.num_owned, wanted, strict=True)]
+        quota = manager.arena.slab_quota
+        if quota is not None:
+            limits = [slabs * group.pages_per_slab for slabs, group in zip(quota, groups, strict=True)]
+            return all(count <= limit for count, limit in zip(pages, limits, strict=True))
+        num_bytes = sum(count * group.page_bytes for count, group in zip(pages, groups, strict=True))
+        return num_bytes <= (manager.arena.num_slabs - 1) * manager.layout.slab_bytes
 
     # Sampled tokens
 

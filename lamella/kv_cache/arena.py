@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lamella.errors import ConfigError
 from lamella.kv_cache.layout import KVLayout
 
 NULL_PAGE = -1
@@ -19,13 +20,20 @@ class Arena:
     """Page allocator over `num_slabs` slabs, the null slab included.
 
     Page ids are in units: page k of slab s in group g is s * slab_units + k * page_units[g].
+    slab_quota: most slabs that each group may hold; None: slabs go to whoever needs them. Quotas sum to at most
+    num_slabs - 1, so what one group holds never limits another: slabs do not move between groups.
     Invariant: a slab is either free, or lent to one group with at least one page in use.
+    Raises ConfigError for quotas that do not fit the layout or the arena.
     """
 
-    def __init__(self, layout: KVLayout, num_slabs: int) -> None:
+    def __init__(self, layout: KVLayout, num_slabs: int, *, slab_quota: tuple[int, ...] | None = None) -> None:
         self.layout = layout
         self.num_slabs = num_slabs
         num_groups = len(layout.groups)
+        if slab_quota is not None:
+            _check_quota(slab_quota, num_groups, num_slabs)
+        self.slab_quota = slab_quota
+        self.num_lent_slabs = [0] * num_groups
         self.slab_group = np.full(num_slabs, FREE, dtype=np.int16)
         self.slab_group[0] = RESERVED
         self.num_used = [0] * num_groups
@@ -40,9 +48,16 @@ class Arena:
     def num_free_slabs(self) -> int:
         return len(self._free_slabs)
 
+    def num_lendable_slabs(self, group: int) -> int:
+        """Free slabs that `group` may still take."""
+        if self.slab_quota is None:
+            return len(self._free_slabs)
+        return self.slab_quota[group] - self.num_lent_slabs[group]
+
     def num_allocatable(self, group: int) -> int:
         """Pages that `group` could take now."""
-        return self._num_partial_pages[group] + len(self._free_slabs) * self.layout.groups[group].pages_per_slab
+        num_slabs, pages_per_slab = self.num_lendable_slabs(group), self.layout.groups[group].pages_per_slab
+        return self._num_partial_pages[group] + num_slabs * pages_per_slab
 
     def allocate(self, group: int, count: int, near_page: int = NULL_PAGE) -> list[int] | None:
         """Take `count` pages for `group`, all or none (None, and nothing changed).
@@ -62,7 +77,7 @@ class Arena:
         while len(pages) < count:
             missing = count - len(pages)
             partial = self._partial[group]
-            if partial and not (missing >= pages_per_slab and self._free_slabs):
+            if partial and not (missing >= pages_per_slab and self.num_lendable_slabs(group)):
                 slab = next(iter(partial[min(partial)]))
             else:
                 slab = self._lend_slab(group)
@@ -82,6 +97,7 @@ class Arena:
         if len(free_pages) == self.layout.groups[group].pages_per_slab:
             del self._free_pages[slab]
             self.slab_group[slab] = FREE
+            self.num_lent_slabs[group] -= 1
             self._free_slabs.append(slab)
         else:
             self._list(group, slab)
@@ -105,6 +121,7 @@ class Arena:
         self.slab_group[slab] = group
         self._free_pages[slab] = [first + index * page_units for index in range(pages_per_slab - 1, -1, -1)]
         self.num_slab_loans[group] += 1
+        self.num_lent_slabs[group] += 1
         self._list(group, slab)
         return slab
 
@@ -122,3 +139,13 @@ class Arena:
             if not bucket:
                 del self._partial[group][num_free]
             self._num_partial_pages[group] -= num_free
+
+
+def _check_quota(slab_quota: tuple[int, ...], num_groups: int, num_slabs: int) -> None:
+    if len(slab_quota) != num_groups or min(slab_quota) < 0:
+        raise ConfigError(f"slab_quota={slab_quota}: must be one count of at least 0 for each of {num_groups} groups")
+    if sum(slab_quota) > num_slabs - 1:
+        raise ConfigError(
+            f"slab_quota={slab_quota} sums to {sum(slab_quota)} slabs, but an arena of {num_slabs} lends "
+            f"{num_slabs - 1}, for the first is the null range; lower the quotas or give {sum(slab_quota) + 1} slabs"
+        )

@@ -55,13 +55,14 @@ class HybridBlockManager:
         interval_tokens: int,
         enable_prefix_caching: bool = True,
         retention: RetentionPolicy | None = None,
+        slab_quota: tuple[int, ...] | None = None,
     ) -> None:
         self.layout = layout
         self.page_tokens = layout.page_tokens
         self.interval_tokens = interval_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.retention = RetentionPolicy() if retention is None else retention
-        self.arena = Arena(layout, num_slabs)
+        self.arena = Arena(layout, num_slabs, slab_quota=slab_quota)
         specs = tuple(group.spec for group in layout.groups)
         self.tree = PrefixTree(specs, page_tokens=self.page_tokens, free_page=self.arena.free)
         self.num_groups = len(specs)
@@ -382,11 +383,6 @@ class HybridBlockManager:
         self.num_owned[group] += change
         if self.num_owned[group] > self.peak_owned[group]:
             self.peak_owned[group] = self.num_owned[group]
-
-    @property
-    def owned_bytes(self) -> int:
-        """Bytes of pages that running requests hold: what eviction cannot get back."""
-        return sum(count * group.page_bytes for count, group in zip(self.num_owned, self.layout.groups, strict=True))
 
     def usage(self) -> dict[str, GroupUsage]:
         report = {}

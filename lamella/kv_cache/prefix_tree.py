@@ -290,21 +290,30 @@ class PrefixTree:
             self.resume_points.move_to_end(node)
 
     def evict_one(self) -> bool:
-        """Give up the least recently used resume point that keeps memory from use; False: there is none.
+        """Give up one resume point that keeps memory from use; False: there is none.
 
-        Without windowed groups every block end is a place to resume, so there only the last block goes
-        and the resume point moves up to its parent with its age.
+        Those that were passed go first: what led on from there went one way only, and its end is kept too,
+        so little is lost. Then the least recently used. Without windowed groups every block end is a place
+        to resume, so there only the last block goes and the resume point moves up to its parent with its age.
         """
-        node = next((node for node, held in self.resume_points.items() if self._keeps_memory(node, held)), NO_NODE)
-        if node == NO_NODE:
+        chosen = NO_NODE
+        for node, held in self.resume_points.items():
+            if not self._keeps_memory(node, held):
+                continue
+            if self.num_children[node] == 1:
+                chosen = node
+                break
+            if chosen == NO_NODE:
+                chosen = node
+        if chosen == NO_NODE:
             return False
-        held = self.resume_points.pop(node)
-        parent = int(self.parent[node])
+        held = self.resume_points.pop(chosen)
+        parent = int(self.parent[chosen])
         if not self.windowed_groups and parent in self._key and parent not in self.resume_points:
             self.resume_points[parent] = []
             self.resume_points.move_to_end(parent, last=False)
         self._let_go(held)
-        self.prune(node)
+        self.prune(chosen)
         self.num_evicted_resume_points += 1
         return True
 

@@ -200,7 +200,7 @@ def test_a_prompt_resent_after_any_answer_hits_to_the_token(length, num_tokens):
 @pytest.mark.parametrize("specs", [HYBRID, [full()], [sliding(9)], [full(), chunked(8)]])
 def test_requests_of_one_step_share_what_the_first_is_about_to_compute(specs):
     """Six equal prompts at once: one computes the whole blocks, the others only what lies beyond them."""
-    simulation = Simulation(specs, page_tokens=4, chunk_tokens=64, max_num_seqs=8)
+    simulation = Simulation(specs, page_tokens=4, chunk_tokens=64, max_num_seqs=8, extra_slabs=2000)
     prompt = list(range(23))
     requests = [simulation.add(f"r{index}", [*prompt, 40 + index], 9) for index in range(6)]
     simulation.step()
@@ -212,7 +212,7 @@ def test_requests_of_one_step_share_what_the_first_is_about_to_compute(specs):
 
 
 def test_when_a_shared_step_fails_nobody_keeps_what_was_never_computed():
-    simulation = Simulation(HYBRID, page_tokens=4, chunk_tokens=64, max_num_seqs=8)
+    simulation = Simulation(HYBRID, page_tokens=4, chunk_tokens=64, max_num_seqs=8, extra_slabs=2000)
     prompt = list(range(23))
     for index in range(4):
         simulation.add(f"r{index}", [*prompt, 40 + index], 9)

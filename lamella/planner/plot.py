@@ -1,0 +1,52 @@
+"""A plan as a picture: what runs at once against context length, one line per way to divide the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lamella.errors import ConfigError
+from lamella.kv_cache.report import format_bytes
+from lamella.planner.plan import Plan
+
+
+def plot_plan(plan: Plan, path: str | Path) -> None:
+    """Write `path`, a PNG. Raises ConfigError when matplotlib is missing, the name does not end in .png or the file
+    cannot be written."""
+    path = Path(path)
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"plot={str(path)!r}: plots are PNG files; give a name that ends in .png")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            'a plot needs matplotlib, which is not installed; run: pip install "lamella[bench]"'
+        ) from error
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    # Requests alone fall with the context so steeply that the lines would lie on each other.
+    for system, num_requests in plan.curves.items():
+        tokens = [count * context / 1e6 for count, context in zip(num_requests, plan.curve_contexts, strict=True)]
+        axes.plot(plan.curve_contexts, tokens, marker="o", markersize=3, label=system, **_line_style(plan, system))
+    axes.axvline(plan.options.context_tokens, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(plan.curve_contexts, [f"{context:,}" for context in plan.curve_contexts])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("context (tokens per request)")
+    axes.set_ylabel("tokens of the requests that run at once (millions)")
+    axes.set_title(f"{plan.model}, {format_bytes(plan.options.memory_bytes)} of KV memory")
+    figure.legend(loc="outside right upper")
+    axes.grid(alpha=0.3)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"plot={str(path)!r} cannot be written: {error}") from error
+
+
+def _line_style(plan: Plan, system: str) -> dict[str, Any]:
+    """Fixed pools are thin and shade from blue to red with the ratio, so that the other two stand out."""
+    split = [cell.system for cell in plan.cells]
+    if system not in split:
+        return {"linewidth": 2.5, "color": "black" if system == plan.outcomes[0].system else "grey"}
+    share = split.index(system) / max(1, len(split) - 1)
+    return {"linewidth": 1.2, "linestyle": "--", "color": (0.15 + 0.7 * share, 0.35, 0.85 - 0.7 * share)}

@@ -1,0 +1,342 @@
+"""The planner: the article's figures, counts by hand, and configs read as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import pytest
+from click.testing import CliRunner
+
+from lamella.cli import cli
+from lamella.errors import CapacityError, ConfigError, ModelLoadError
+from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from lamella.planner.known_models import known_names, known_specs
+from lamella.planner.model_specs import config_specs, model_specs
+from lamella.planner.plan import PlanOptions, make_plan
+from lamella.planner.plot import plot_plan
+from tests.helpers.tiny_gemma import save_tiny_gemma
+from tests.helpers.tiny_gguf import save_tiny_gguf
+
+OPTIONS = PlanOptions(memory_bytes=80 << 30, context_tokens=32_768, chunk_tokens=8192)
+
+
+def plan_of(name, options=OPTIONS):
+    return make_plan(name, known_specs(name, 2), options)
+
+
+def requests_of(plan):
+    return {outcome.system: outcome.num_requests for outcome in plan.outcomes}
+
+
+def lines_of(text):
+    return [line.split() for line in text.splitlines()]
+
+
+# Plans
+
+
+def test_the_plan_reproduces_the_articles_figures_for_mimo_v2_flash():
+    lines = lines_of(plan_of("mimo-v2-flash").report())
+    assert ["r=0.8", "71.4", "F", "87.4%", "469,936", "375,936", "1.00x"] in lines
+    assert ["r=0.05", "12.9", "F", "30.2%", "2,601,104", "130,048", "5.53x"] in lines
+    assert ["r=1", "87.0", "F", "89.7%", "385,680", "385,680", "0.82x"] in lines
+
+
+def test_requests_of_mimo_v2_flash_counted_by_hand():
+    """Elastic: tests/kv_cache/test_split.py. r = 0.05: 2,601,104 tokens hold 79.4 requests of full pages, and 130,048
+    windowed tokens far more. Uniform: 80 GiB / (87 * 2,560 B) = 385,683 tokens, 11.8 requests."""
+    requests = requests_of(plan_of("mimo-v2-flash"))
+    assert requests["elastic"] == 107
+    assert requests["fixed pools, r=0.05"] == 79
+    assert requests["fixed pools, r=0.8"] == 14
+    assert requests["uniform (hybrid off)"] == 11
+
+
+def test_requests_of_gpt_oss_20b_counted_by_hand():
+    """Pages of both groups are one slab of 393,216 B; 80 GiB are 218,452 of them beside the null slab.
+    Elastic: 2,048 k + 9 (k - 1) + 521 <= 218,452 up to k = 105. r = 1: 109,226 each, 53.3 requests of full pages."""
+    requests = requests_of(plan_of("gpt-oss-20b"))
+    assert requests["elastic"] == 105
+    assert requests["fixed pools, r=1"] == 53
+
+
+@pytest.mark.parametrize("name", known_names())
+def test_no_fixed_ratio_holds_more_requests_than_elastic_memory(name):
+    plan = plan_of(name, PlanOptions(memory_bytes=40 << 30, context_tokens=16_384))
+    elastic, *others = plan.outcomes
+    assert elastic.system == "elastic"
+    assert all(outcome.num_requests <= elastic.num_requests for outcome in others)
+    assert plan.curves["elastic"][plan.curve_contexts.index(16_384)] == elastic.num_requests
+
+
+def test_a_ratio_too_small_for_the_window_is_refused_in_the_plan():
+    """1 GiB at r = 0.003: 136 windowed tokens, and the window of 129 and a page are 145."""
+    options = PlanOptions(memory_bytes=1 << 30, context_tokens=2048, ratios=(0.003, 0.05))
+    text = plan_of("mimo-v2-flash", options).report()
+    lines = lines_of(text)
+    assert ["fixed", "pools,", "r=0.003", "refused", "-"] in lines
+    assert "must be more than window + page = 129 + 16" in text
+    assert not any(line[:3] == ["fixed", "pools,", "r=0.05"] and "refused" in line for line in lines)
+
+
+def test_models_of_one_kind_have_no_ratios():
+    plan = plan_of("mistral-7b")
+    assert [outcome.system for outcome in plan.outcomes] == ["elastic", "uniform (hybrid off)"]
+    assert plan.cells == ()
+    with pytest.raises(ConfigError, match="no full-attention layers"):
+        plan_of("mistral-7b", PlanOptions(memory_bytes=1 << 34, context_tokens=4096, ratios=(0.8,)))
+
+
+def test_memory_below_one_request_is_refused_and_what_would_do_does():
+    options = {"context_tokens": 8192, "chunk_tokens": 512}
+    with pytest.raises(CapacityError, match=r"needs \d+ bytes") as error:
+        plan_of("gemma-3-27b", PlanOptions(memory_bytes=20 << 20, **options))
+    named = int(str(error.value).split(" needs ")[1].split()[0])
+    assert requests_of(plan_of("gemma-3-27b", PlanOptions(memory_bytes=named, **options)))["elastic"] == 1
+
+
+def test_options_must_be_positive():
+    with pytest.raises(ConfigError, match="context_tokens=0"):
+        PlanOptions(memory_bytes=1, context_tokens=0)
+
+
+# Known models
+
+
+@pytest.mark.parametrize(
+    ("name", "num_full", "full_heads", "num_other", "other_heads", "reach", "kind"),
+    [
+        ("gpt-oss-20b", 12, (8, 64, 64), 12, (8, 64, 64), 128, SlidingWindowSpec),
+        ("gpt-oss-120b", 18, (8, 64, 64), 18, (8, 64, 64), 128, SlidingWindowSpec),
+        ("gemma-3-27b", 10, (16, 128, 128), 52, (16, 128, 128), 1024, SlidingWindowSpec),
+        ("google/Gemma-3-270M", 3, (1, 256, 256), 15, (1, 256, 256), 512, SlidingWindowSpec),
+        ("MiMo-V2-Flash", 9, (4, 192, 128), 39, (8, 192, 128), 129, SlidingWindowSpec),
+        ("mistral-7b", 0, None, 32, (8, 128, 128), 4096, SlidingWindowSpec),
+        ("llama-4-scout", 12, (8, 128, 128), 36, (8, 128, 128), 8192, ChunkedLocalAttentionSpec),
+    ],
+)
+def test_known_layouts(name, num_full, full_heads, num_other, other_heads, reach, kind):
+    specs = known_specs(name, 2)
+    full = [spec for spec in specs if isinstance(spec, FullAttentionSpec)]
+    other = [spec for spec in specs if not isinstance(spec, FullAttentionSpec)]
+    assert (len(full), len(other)) == (num_full, num_other)
+    assert {(spec.num_kv_heads, spec.k_dim, spec.v_dim) for spec in full} == ({full_heads} if full_heads else set())
+    assert {(spec.num_kv_heads, spec.k_dim, spec.v_dim) for spec in other} == {other_heads}
+    assert {(type(spec), spec.reach_tokens) for spec in other} == {(kind, reach)}
+    assert {spec.itemsize_bytes for spec in specs} == {2}
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ModelLoadError, match=r"'gpt-oss-21b' is neither a file nor .* gpt-oss-20b"):
+        model_specs("gpt-oss-21b", 2)
+
+
+# Configs
+
+
+CONFIG_CLASSES = {
+    "GptOssConfig": {},
+    "Gemma2Config": {},
+    "Gemma3TextConfig": {},
+    "Cohere2Config": {},
+    "Olmo3Config": {},
+    "Exaone4Config": {},
+    "MistralConfig": {},
+    "MixtralConfig": {"sliding_window": 300},
+    "Phi3Config": {},
+    "Qwen2Config": {"use_sliding_window": True, "max_window_layers": 20},
+    "Qwen3Config": {},
+    "Llama4TextConfig": {},
+    "MiMoV2FlashConfig": {},
+    "LlamaConfig": {},
+}
+
+
+@pytest.mark.parametrize("without_layer_types", [False, True])
+@pytest.mark.parametrize("name", CONFIG_CLASSES)
+def test_configs_are_read_as_transformers_reads_them(name, without_layer_types):
+    """Also where the file leaves the kinds of layers to transformers' defaults. The oracle is the config object."""
+    import transformers
+
+    config = getattr(transformers, name)(**CONFIG_CLASSES[name])
+    values = json.loads(json.dumps(config.to_dict(), default=str))
+    if without_layer_types:
+        values.pop("layer_types", None)
+    specs = config_specs(values, 2)
+    default_kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [default_kind] * config.num_hidden_layers
+    assert len(specs) == config.num_hidden_layers
+    for spec, kind in zip(specs, kinds, strict=True):
+        reach = {
+            "full_attention": None,
+            "sliding_attention": getattr(config, "sliding_window", None),
+            "chunked_attention": getattr(config, "attention_chunk_size", None),
+        }[kind]
+        assert (isinstance(spec, ChunkedLocalAttentionSpec), spec.reach_tokens) == (kind == "chunked_attention", reach)
+        is_wide = name == "MiMoV2FlashConfig" and kind == "sliding_attention"  # its code doubles them
+        assert spec.num_kv_heads == (config.num_key_value_heads or config.num_attention_heads) * (1 + is_wide)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        assert (spec.k_dim, spec.v_dim) == (head_dim, getattr(config, "v_head_dim", None) or head_dim)
+
+
+def test_mimos_published_config_counts_previous_tokens():
+    config = {
+        "model_type": "mimo_v2_flash",
+        "num_hidden_layers": 48,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "swa_num_key_value_heads": 8,
+        "swa_head_dim": 192,
+        "swa_v_head_dim": 128,
+        "sliding_window_size": 128,
+        "hybrid_layer_pattern": [int(layer > 0 and (layer + 1) % 6 != 0) for layer in range(48)],
+    }
+    assert config_specs(config, 2) == known_specs("mimo-v2-flash", 2)
+
+
+def test_layers_that_share_kv_keep_none():
+    config = {
+        "model_type": "anything",
+        "text_config": {
+            "num_hidden_layers": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "sliding_window": 32,
+            "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 3],
+            "num_kv_shared_layers": 2,
+        },
+    }
+    specs = config_specs(config, 4)
+    assert [spec.reach_tokens for spec in specs] == [32, None, 32]
+    assert specs[0].token_bytes == 2 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "'linear_attention'"),
+        ({"layer_types": ["full_attention"]}, "names 1 layers, but num_hidden_layers is 2"),
+        ({"sliding_window": 16}, "does not say which layers slide; add layer_types"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window=None"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+    ],
+)
+def test_configs_that_do_not_say_enough_are_refused(changes, message):
+    config = {"model_type": "new", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, **changes}
+    with pytest.raises(ModelLoadError, match=message):
+        config_specs(config, 2)
+
+
+def test_a_folder_a_config_and_a_gguf_of_one_model_give_the_same_specs(tmp_path):
+    model = save_tiny_gemma(tmp_path / "folder", sliding_window_pattern=6)
+    save_tiny_gguf(tmp_path / "tiny.gguf", model)
+    (tmp_path / "folder" / "model.safetensors").unlink()  # planning reads no weights
+    shape = {"num_kv_heads": 2, "k_dim": 16, "v_dim": 16, "itemsize_bytes": 2}
+    expected = [SlidingWindowSpec(window_tokens=16, **shape)] * 5 + [FullAttentionSpec(**shape)]
+    for place in ("folder", "folder/config.json", "tiny.gguf"):
+        assert model_specs(str(tmp_path / place), 2) == expected
+
+
+# The command and the picture
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, ["plan", "--context", "32768", "--memory", "80GiB", *arguments])
+
+
+def test_the_command_prints_the_plan():
+    result = run("--model", "mimo-v2-flash", "--max-num-batched-tokens", "8192")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == plan_of("mimo-v2-flash").report() + "\n"
+    assert ["6-10", "sliding_129", "sliding", "window", "129", "8", "192", "128", "5,120"] in lines_of(result.stdout)
+
+
+def test_flags_reach_the_plan():
+    result = run(
+        *("--model", "gemma-3-270m", "--dtype", "float32", "--page-size", "32", "--ratio", "0.3"),
+        *("--swa-eviction-interval", "64"),
+    )
+    assert result.exit_code == 0, result.output
+    # 3 full layers * 32 tokens * 1 head * 512 elements * 4 bytes
+    assert ["full", "3", "196,608", "1", "5", "0.00%"] in lines_of(result.stdout)
+    assert "eviction interval: 64 tokens" in result.stdout
+    assert [line[0] for line in lines_of(result.stdout) if line and line[0].startswith("r=")] == ["r=0.3"]
+
+
+def test_what_cannot_be_planned_is_one_line():
+    result = run("--model", "mimo-v2-flash", "--memory", "1MiB")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: kv_cache_memory_bytes=1048576: one request of max_model_len=32768")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run("--model", "gpt-oss-20b", "--plot", str(tmp_path / "plan.png"))
+    assert result.exit_code == 2
+    assert 'pip install "lamella[bench]"' in result.stderr
+    assert ["elastic", "105", "2,048"] not in lines_of(result.stdout)  # 2,048-token chunks leave room for more
+    assert any(line[:1] == ["elastic"] for line in lines_of(result.stdout))
+
+
+def test_plots_are_png_files(tmp_path):
+    with pytest.raises(ConfigError, match=r"ends in \.png"):
+        plot_plan(plan_of("gpt-oss-20b"), tmp_path / "plan.svg")
+
+
+class RecordingAxes:
+    """Takes what is drawn; methods that do not matter here do nothing."""
+
+    def __init__(self):
+        self.lines = {}
+        self.marked = []
+
+    def plot(self, xs, ys, *, label, **style):
+        self.lines[label] = (tuple(xs), tuple(ys))
+
+    def axvline(self, x, **style):
+        self.marked.append(x)
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+class RecordingFigure:
+    made: list
+
+    def __init__(self, **options):
+        self.axes = RecordingAxes()
+        self.saved = []
+        self.made.append(self)
+
+    def subplots(self):
+        return self.axes
+
+    def legend(self, **options):
+        pass
+
+    def savefig(self, path, **options):
+        self.saved.append(path)
+
+
+def test_the_plot_draws_every_curve(monkeypatch, tmp_path):
+    """Against a stand-in for matplotlib's Figure: what is drawn, not how it looks."""
+    figure_class = type("Figure", (RecordingFigure,), {"made": []})
+    monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", types.SimpleNamespace(Figure=figure_class))
+    plan = plan_of("mimo-v2-flash")
+    plot_plan(plan, tmp_path / "plan.png")
+    (figure,) = figure_class.made
+    assert figure.saved == [tmp_path / "plan.png"]
+    assert figure.axes.marked == [32_768]
+    assert set(figure.axes.lines) == {outcome.system for outcome in plan.outcomes}
+    contexts, tokens = figure.axes.lines["elastic"]
+    assert contexts == (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+    assert tokens[4] == 107 * 32_768 / 1e6
