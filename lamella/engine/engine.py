@@ -66,9 +66,9 @@ class Engine:
         """Queue a request. Raises RequestError, with nothing changed, if it cannot be run as given.
 
         prompt: a string, token ids, {"prompt": ...} or {"prompt_token_ids": ...}, the dicts with an
-        optional "cache_salt".
+        optional "cache_salt". params: None: `get_default_sampling_params()`.
         """
-        params = SamplingParams() if params is None else params
+        params = self.get_default_sampling_params() if params is None else params
         self.add_parsed(request_id, self.parse(prompt, params), params)
 
     def parse(self, prompt: Any, params: SamplingParams) -> ParsedPrompt:
@@ -168,6 +168,10 @@ class Engine:
     @property
     def model_config(self) -> ModelConfig:
         return self._require_open().model_config
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters gets: SamplingParams() with the model's generation_config.json."""
+        return self._require_open().default_params
 
     def get_tokenizer(self) -> Tokenizer:
         return self._require_open().tokenizer

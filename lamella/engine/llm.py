@@ -42,6 +42,10 @@ class LLM:
     def model_config(self) -> ModelConfig:
         return self.engine.model_config
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams() with what the model's generation_config.json says of sampling."""
+        return self.engine.get_default_sampling_params()
+
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.get_tokenizer()
 
@@ -55,7 +59,7 @@ class LLM:
         """Complete each prompt; outputs are in the order of the prompts.
 
         prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of
-        these, mixed freely. sampling_params: one for all, or one per prompt; None: SamplingParams().
+        these, mixed freely. sampling_params: one for all, or one per prompt; None: the model's own defaults.
         use_tqdm: show a progress bar, or make it with this callable.
         All prompts are checked before anything runs: RequestError names the first bad one.
         """
@@ -118,7 +122,7 @@ class LLM:
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            return [sampling_params or SamplingParams()] * num_prompts
+            return [sampling_params or self.get_default_sampling_params()] * num_prompts
         if not isinstance(sampling_params, Sequence):
             raise RequestError(
                 f"sampling_params is {type(sampling_params).__name__}: must be a SamplingParams or a list of them"

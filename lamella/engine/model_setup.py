@@ -11,6 +11,7 @@ import torch
 
 from lamella.attention.backend import choose_backend
 from lamella.engine.config import EngineConfig
+from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduler import Scheduler
 from lamella.errors import ConfigError
 from lamella.kv_cache.block_manager import HybridBlockManager
@@ -19,7 +20,13 @@ from lamella.kv_cache.memory import allocate_arena, available_memory_bytes
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import PoolSize, size_pool
 from lamella.kv_cache.split import split_pools
-from lamella.model_executor.loading import load_config, load_tokenizer, load_weights, resolve_model
+from lamella.model_executor.loading import (
+    load_config,
+    load_sampling_defaults,
+    load_tokenizer,
+    load_weights,
+    resolve_model,
+)
 from lamella.model_executor.model_config import ModelConfig, layer_specs
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
 from lamella.model_executor.runner import ModelRunner
@@ -34,6 +41,7 @@ class LoadedEngine:
 
     tokenizer: Tokenizer
     model_config: ModelConfig
+    default_params: SamplingParams
     layout: KVLayout
     pool: PoolSize
     manager: HybridBlockManager
@@ -51,6 +59,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     source = resolve_model(config.model, config.load_format)
     tokenizer_source = source if config.tokenizer is None else resolve_model(config.tokenizer)
     model_config = load_config(source)
+    default_params = SamplingParams(**load_sampling_defaults(source))  # type: ignore[arg-type]
     max_model_len = _check_max_model_len(config, model_config)
     dtype = _choose_dtype(config.dtype, model_config, device)
     backend = choose_backend(config.attention_backend, device)
@@ -88,7 +97,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     )
     arena = allocate_arena(layout, size.num_slabs, device)
     runner = ModelRunner(model, backend, layout, attention_specs, arena)
-    return LoadedEngine(tokenizer, model_config, layout, size, manager, scheduler, runner)
+    return LoadedEngine(tokenizer, model_config, default_params, layout, size, manager, scheduler, runner)
 
 
 def _size_memory(

@@ -29,7 +29,15 @@ from lamella.model_executor.tokenizer import Tokenizer, load_tokenizer
 from lamella.model_executor.weight_cache import read_weight_entry, weight_entry_path, write_weight_entry
 from lamella.model_executor.weight_conversion import convert_in_memory, plan_parameters
 
-__all__ = ["ModelSource", "Tokenizer", "load_config", "load_tokenizer", "load_weights", "resolve_model"]
+__all__ = [
+    "ModelSource",
+    "Tokenizer",
+    "load_config",
+    "load_sampling_defaults",
+    "load_tokenizer",
+    "load_weights",
+    "resolve_model",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +56,21 @@ def load_config(source: ModelSource) -> ModelConfig:
     return parse_config(
         read_json(source.folder / "config.json"), read_json(generation) if generation.is_file() else None
     )
+
+
+def load_sampling_defaults(source: ModelSource) -> dict[str, float | int]:
+    """What the model's generation_config.json says of sampling: temperature, top_k, top_p, min_p, where given.
+
+    A model that is to be decoded greedily (do_sample false) gives temperature 0. Empty without such a file.
+    """
+    path = source.folder / "generation_config.json"
+    if source.gguf_path is not None or not path.is_file():
+        return {}
+    given = read_json(path)
+    if given.get("do_sample") is False:
+        return {"temperature": 0.0}
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return {name: given[name] for name in names if given.get(name) is not None}
 
 
 def load_weights(
