@@ -208,6 +208,8 @@ class Scheduler:
                 # Fewer pages may still be had: half the chunk, up to a block boundary.
                 shorter = ceil_div(computed + chunk // 2, self.manager.page_tokens) * self.manager.page_tokens
                 chunk = shorter - computed if shorter - computed < chunk else 0
+            if self._slide_running():
+                continue
             victim = self.running[-1]
             if victim == row and self.running[0] == row:
                 # Alone and still no room: its pages lie scattered over slabs that other groups need.
@@ -219,6 +221,13 @@ class Scheduler:
             self._preempt(victim)
             if victim == row:
                 return 0
+
+    def _slide_running(self) -> bool:
+        """Take back window pages that lag behind by an eviction interval; whether there were any."""
+        before = sum(self.manager.num_owned)
+        for row in self.running:
+            self.manager.slide(row, int(self.rows.num_computed[row]))
+        return sum(self.manager.num_owned) < before
 
     def _preempt(self, row: int, *, keep: bool = True) -> None:
         """Back to the head of the queue; what was computed stays cached (with `keep`) until evicted."""
@@ -244,11 +253,15 @@ class Scheduler:
             request = self.queue.next(self._num_steps)
             match = self.manager.match(request.token_ids, request.salt)
             if self.running and not self._has_room(request, match):
+                if self._slide_running():
+                    continue
                 return
             row = self.rows.next_free_row
             most = min(len(request.token_ids) - match.num_tokens, budget, self.chunk_tokens)
             chunk = self._begin(row, request, match, most)
             if not chunk:
+                if self._slide_running():
+                    continue
                 if not self.running:
                     self._clear_for(request, match)
                 return

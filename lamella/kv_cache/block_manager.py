@@ -158,6 +158,10 @@ class HybridBlockManager:
         self._slide(row, num_computed, is_prefill=is_prefill)
         return self._extend(row, ceil_div(num_computed + num_new, self.page_tokens))
 
+    def slide(self, row: int, num_computed: int) -> None:
+        """Let go what no query from num_computed on can see, without waiting for the interval."""
+        self._slide(row, num_computed, is_prefill=True)
+
     def next_due(self, row: int) -> int:
         """The position that needs `grow` before it is computed."""
         return int(self.num_blocks[row]) * self.page_tokens

@@ -128,28 +128,33 @@ class PrefixTree:
                 break
             path.append(following)
             node = following
-        tail_node, tail_tokens = self._match_inside(node, raw[len(path) * block_bytes : (len(path) + 1) * block_bytes])
-        nodes = path if tail_node == NO_NODE else [*path, tail_node]
-        structural = len(path) * page_tokens + tail_tokens
-        limit = min(structural, max_tokens)
-        if limit % page_tokens and nodes[limit // page_tokens] in self.pending:
-            limit -= limit % page_tokens
-        num_tokens = self._longest_resume(nodes, limit)
-        num_blocks = num_tokens // page_tokens
-        source = nodes[num_blocks] if num_tokens % page_tokens else NO_NODE
-        return PrefixMatch(num_tokens, nodes[:num_blocks], source, structural)
+        whole_tokens = len(path) * page_tokens
+        # Without a child that goes on inside the next block; then with each that does.
+        best = self._resume_of(path, NO_NODE, min(whole_tokens, max_tokens))
+        structural = whole_tokens
+        for child, common in self._parting_children(node, raw[len(path) * block_bytes : (len(path) + 1) * block_bytes]):
+            structural = max(structural, whole_tokens + common)
+            found = self._resume_of(path, child, min(whole_tokens + common, max_tokens))
+            best = max(best, found, key=lambda match: match.num_tokens)
+        return best._replace(num_structural_tokens=structural)
 
-    def _match_inside(self, parent: int, block: bytes) -> tuple[int, int]:
-        """The child of `parent` that shares most first tokens with `block`: (node, number of tokens)."""
-        best, best_tokens = NO_NODE, 0
+    def _resume_of(self, path: list[int], child: int, limit: int) -> PrefixMatch:
+        """The longest resume point of at most `limit` tokens on `path` and, after it, inside `child`."""
+        nodes = path if child == NO_NODE else [*path, child]
+        if limit % self.page_tokens and nodes[limit // self.page_tokens] in self.pending:
+            limit -= limit % self.page_tokens
+        num_tokens = self._longest_resume(nodes, limit)
+        num_blocks = num_tokens // self.page_tokens
+        tail_node = nodes[num_blocks] if num_tokens % self.page_tokens else NO_NODE
+        return PrefixMatch(num_tokens, nodes[:num_blocks], tail_node, limit)
+
+    def _parting_children(self, parent: int, block: bytes) -> Iterator[tuple[int, int]]:
+        """The children of `parent` that begin like `block`: (node, number of equal first tokens)."""
         for node in self._by_first_token.get((parent, block[:4]), ()):
             tokens = self._key[node][1]
             length = min(len(tokens), len(block)) // 4
             same = np.frombuffer(tokens, np.int32, length) == np.frombuffer(block, np.int32, length)
-            common = length if same.all() else int(same.argmin())
-            if common > best_tokens:
-                best, best_tokens = node, common
-        return best, best_tokens
+            yield node, length if same.all() else int(same.argmin())
 
     def _longest_resume(self, nodes: list[int], limit: int) -> int:
         """Largest h <= limit such that in every windowed group each block that meets

@@ -1,0 +1,1 @@
+"""Request traces replayed through schedulers and KV managers, without a model."""

@@ -1,0 +1,281 @@
+"""The tests are tested: with any one rule of the real code broken, a fixed battery of scenarios fails.
+
+The battery is what the other tests of the KV cache do in small: outputs told from the prompt alone, tags on
+every key that is read, the invariants after every step, and hits and pages counted by hand.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lamella.kv_cache.retention import RetentionPolicy
+from tests.helpers.fake_executor import foretell
+from tests.helpers.planted_faults import FAULTS
+from tests.helpers.serving import run_all, serve
+from tests.helpers.simulation import Simulation, chunked, full, sliding
+
+HYBRID = [full(), sliding(9), sliding(9)]
+LAYOUTS = [HYBRID, [full()], [sliding(9)], [full(), chunked(8)], [full(2), sliding(5), sliding(12)]]
+PROMPT = list(range(21))
+# What a broken rule may end in. Nothing else: an AttributeError would tell of a fault planted wrongly.
+NOTICED = (AssertionError, ValueError)
+
+
+def drain(simulation):
+    assert all(usage.owned == 0 for usage in simulation.manager.usage().values())
+    simulation.manager.reset_prefix_cache()
+    assert all(usage == (0, 0, 0) for usage in simulation.manager.usage().values())
+    assert simulation.manager.arena.num_free_slabs == simulation.manager.arena.num_slabs - 1
+    assert simulation.manager.tree.roots() == {}
+
+
+def hits_are_exact_to_the_token(specs):
+    simulation = Simulation(specs, page_tokens=4)
+    assert serve(simulation, PROMPT, 22) == 0
+    assert serve(simulation, PROMPT, 22) == 20
+    answer = foretell(None, PROMPT, 22)
+    assert serve(simulation, [*PROMPT, *answer, 48, 49], 3) == 42, "the next turn of a chat"
+    assert serve(simulation, [*PROMPT[:19], 48, 49, 47]) == 19, "parted inside the block before the last"
+    assert simulation.manager.tree.num_evicted_resume_points == 0
+    drain(simulation)
+
+
+def a_prompt_that_ends_with_a_block_keeps_one_more():
+    """Resends that part anywhere in the last block find all that is common."""
+    for shared in (17, 18, 19, 16):
+        simulation = Simulation(HYBRID, page_tokens=4)
+        assert serve(simulation, PROMPT[:20]) == 0
+        assert serve(simulation, [*PROMPT[:shared], *[40] * 9]) == shared
+
+
+def the_end_of_a_prompt_outlives_a_long_answer():
+    simulation = Simulation(HYBRID, page_tokens=4)
+    assert serve(simulation, PROMPT, 30) == 0
+    assert serve(simulation, [*PROMPT[:20], 40, 41, 42]) == 20
+
+
+def equal_blocks_after_different_ones_are_different():
+    simulation = Simulation(HYBRID, page_tokens=4)
+    assert serve(simulation, [1, 1, 1, 1, *PROMPT]) == 0
+    assert serve(simulation, [2, 2, 2, 2, *PROMPT]) == 0
+    assert serve(simulation, [1, 1, 1, 1, 1, 1, 1, 1, *PROMPT]) == 0, "the window at 4 is not kept"
+    assert serve(simulation, [2, 2, 2, 2, *PROMPT]) == 24
+    drain(simulation)
+
+
+def where_prompts_part_is_kept_from_the_second_on():
+    simulation = Simulation(HYBRID, page_tokens=4)
+    hits = [serve(simulation, [*range(24), *[30 + index] * 20]) for index in range(4)]
+    assert hits == [0, 0, 24, 24]
+
+
+def tenants_share_nothing():
+    simulation = Simulation(HYBRID, page_tokens=4)
+    assert [serve(simulation, PROMPT, salt=salt) for salt in ("x", "y", None, "x")] == [0, 0, 0, 20]
+
+
+def requests_of_one_step_share_whole_blocks():
+    simulation = Simulation(HYBRID, page_tokens=4, chunk_tokens=128, extra_slabs=4000, max_num_seqs=8)
+    prompts = [[*range(22), 40 + index, 39] for index in range(4)]
+    requests = [simulation.add(f"r{index}", prompt, 9) for index, prompt in enumerate(prompts)]
+    simulation.step()
+    assert [request.num_cached_tokens for request in requests] == [0, 20, 20, 20]
+    run_all(simulation)
+    for index, prompt in enumerate(prompts):
+        assert simulation.outputs[f"r{index}"] == foretell(None, prompt, 9)
+    drain(simulation)
+
+
+def a_failed_step_leaves_nothing():
+    simulation = Simulation(HYBRID, page_tokens=4, chunk_tokens=128, extra_slabs=4000, max_num_seqs=8)
+    assert serve(simulation, PROMPT) == 0
+    num_nodes = len(list(simulation.manager.tree.nodes()))
+    prompts = [[*range(18), 40, 41, 42, 43, 44, 45 + index, 46] for index in range(3)]  # with a copy, and shared blocks
+    for index, prompt in enumerate(prompts):
+        simulation.add(f"f{index}", prompt, 5)
+    simulation.step(fail=True)
+    assert len(list(simulation.manager.tree.nodes())) == num_nodes
+    assert not simulation.manager.copies
+    for index in range(3):
+        simulation.finish(f"f{index}")
+    assert [serve(simulation, prompt, 5) for prompt in prompts] == [18, 23, 23]
+    drain(simulation)
+
+
+def a_failed_chunk_keeps_the_chunks_before():
+    simulation = Simulation(HYBRID, page_tokens=4, chunk_tokens=10)
+    simulation.add("r", range(30), 5)
+    simulation.step()
+    simulation.step(fail=True)
+    simulation.finish("r")
+    assert serve(simulation, range(30), 5) == 8
+
+
+def a_window_holds_its_pages_and_no_more():
+    """W 9, pages of 4: decode at position p >= 8 needs the blocks from p // 4 - 2 on, which are 3. An
+    interval of 12 lets a window lag by up to two blocks more."""
+    for interval, expected in ((4, [3] * 24), (12, [4] * 4 + [5] * 4 + [3] * 4)):
+        simulation = Simulation([full(), sliding(9)], page_tokens=4, interval_tokens=interval)
+        simulation.add("r", range(12), 40)
+        simulation.step()
+        held = []
+        for _ in range(24):
+            simulation.step()
+            held.append(simulation.manager.usage()["sliding_9"].owned)
+        assert held == (expected * 2)[:24]
+        run_all(simulation)
+        assert simulation.outputs["r"] == foretell(None, range(12), 40)
+
+
+def a_tombstone_comes_back_to_life():
+    """A decodes far beyond its prompt, whose window is evicted. B recomputes the prompt, C finds what B gave."""
+    simulation = Simulation(HYBRID, page_tokens=4, max_num_seqs=3)
+    simulation.add("a", PROMPT, 40)
+    for _ in range(34):
+        simulation.step()
+    while simulation.manager.tree.evict_one():
+        pass
+    assert simulation.manager.tree.num_tombstones > 0
+    simulation.add("b", [*PROMPT, 40], 12)
+    for _ in range(6):
+        simulation.step()
+    requests = [simulation.add("c", [*PROMPT, 40], 12)]
+    for _ in range(2):
+        simulation.step()
+    while simulation.manager.tree.evict_one():
+        pass
+    for _ in range(2):
+        simulation.step()
+    simulation.finish("a")
+    run_all(simulation)
+    assert simulation.outputs["b"] == simulation.outputs["c"] == foretell(None, [*PROMPT, 40], 12)
+    assert requests[0].num_cached_tokens == 21
+    assert serve(simulation, [*PROMPT, 40, *foretell(None, [*PROMPT, 40], 12), 41]) == 33
+    drain(simulation)
+
+
+def a_preempted_request_resumes_where_it_was():
+    simulation = Simulation(HYBRID, page_tokens=4, max_num_seqs=2)
+    request = simulation.add("r", range(20), 30)
+    for _ in range(6):
+        simulation.step()
+    computed = int(simulation.scheduler.rows.num_computed[request.row])
+    simulation.scheduler._preempt(request.row)
+    assert simulation.manager.match(request.token_ids).num_tokens == computed
+    run_all(simulation)
+    assert simulation.outputs["r"] == foretell(None, range(20), 30)
+    assert simulation.scheduler.counters().num_cached_tokens == 0, "a resume is no hit"
+    drain(simulation)
+
+
+def requests_that_do_not_fit_wait():
+    """Two prompts of 40 tokens in an arena of 19 pages: the second waits, for no running one is worth less."""
+    simulation = Simulation([full()], page_tokens=4, extra_slabs=3)
+    for index in range(2):
+        simulation.add(f"r{index}", [index, *range(39)], 4)
+    run_all(simulation)
+    assert simulation.scheduler.counters().num_preemptions == 0
+    for index in range(2):
+        assert simulation.outputs[f"r{index}"] == foretell(None, [index, *range(39)], 4)
+
+
+def what_was_used_last_stays():
+    """Room for some six prompts of 21 tokens: A, used between all the others, is never lost; B is."""
+    simulation = Simulation([full(), sliding(9)], page_tokens=4, max_model_len=32, extra_slabs=50)
+    prompts = [[index, *range(20)] for index in range(13)]
+    hits = []
+    for prompt in prompts[1:]:
+        hits.append(serve(simulation, prompts[0]))
+        assert serve(simulation, prompt) == 0
+    assert hits == [0, *[20] * 11]
+    assert serve(simulation, prompts[1]) == 0
+    assert serve(simulation, prompts[12]) == 20
+
+
+def a_system_prompt_stays_while_it_is_used():
+    simulation = Simulation([full(), sliding(9)], page_tokens=4, max_model_len=48, extra_slabs=30)
+    hits = [serve(simulation, [*range(24), *[index] * 8]) for index in range(25, 45)]
+    assert hits == [0, 0, *[24] * 18]
+    assert simulation.manager.tree.num_evicted_resume_points > 5
+
+
+SCENARIOS = [
+    *[lambda specs=specs: hits_are_exact_to_the_token(specs) for specs in LAYOUTS],
+    a_prompt_that_ends_with_a_block_keeps_one_more,
+    the_end_of_a_prompt_outlives_a_long_answer,
+    equal_blocks_after_different_ones_are_different,
+    where_prompts_part_is_kept_from_the_second_on,
+    tenants_share_nothing,
+    requests_of_one_step_share_whole_blocks,
+    a_failed_step_leaves_nothing,
+    a_failed_chunk_keeps_the_chunks_before,
+    a_window_holds_its_pages_and_no_more,
+    a_tombstone_comes_back_to_life,
+    a_preempted_request_resumes_where_it_was,
+    requests_that_do_not_fit_wait,
+    what_was_used_last_stays,
+    a_system_prompt_stays_while_it_is_used,
+]
+
+LAYERS = [full(), full(2), sliding(2), sliding(5), sliding(13), sliding(4, 2), chunked(3), chunked(8)]
+MAX_MODEL_LEN = 60
+
+
+def random_life(seed):
+    """A random model under memory pressure, and random requests that share prefixes."""
+    draw = random.Random(seed)
+    simulation = Simulation(
+        [draw.choice(LAYERS) for _ in range(draw.randint(1, 4))],
+        page_tokens=draw.choice([1, 3, 4, 16]),
+        max_model_len=MAX_MODEL_LEN,
+        extra_slabs=draw.choice([0, 2, 8, 60]),
+        chunk_tokens=draw.choice([4, 7, 40]),
+        max_num_seqs=draw.choice([1, 3]),
+        interval_tokens=draw.choice([None, 6]),
+        scheduling_policy=draw.choice(["fcfs", "prefix"]),
+        retention=RetentionPolicy(*draw.choice([("tails", None), ("tails", 10), ("all", None)])),
+    )
+    expected = {}
+    for _ in range(10):
+        base = draw.choice([7, 11])
+        prompt = [(base * position) % 50 for position in range(draw.randint(0, 34))]
+        prompt += [draw.randrange(50) for _ in range(draw.randint(1, 3))]
+        if expected and draw.random() < 0.4:  # a next turn
+            earlier, answer, salt = expected[draw.choice(list(expected))]
+            prompt = [*earlier, *answer, 9][: MAX_MODEL_LEN - 12]
+        else:
+            salt = draw.choice([None, None, "tenant"])
+        request_id = f"r{len(expected)}"
+        num_tokens = draw.randint(1, 10)
+        simulation.add(request_id, prompt, num_tokens, salt)
+        expected[request_id] = prompt, foretell(salt, prompt, num_tokens), salt
+        for _ in range(draw.randint(0, 6)):
+            simulation.step(fail=draw.random() < 0.1)
+        running = simulation.scheduler.running
+        if running and draw.random() < 0.2:
+            simulation.scheduler._preempt(running[-1])
+        elif draw.random() < 0.1:
+            simulation.manager.tree.evict_one()
+    run_all(simulation)
+    for request_id, (_, answer, _) in expected.items():
+        assert simulation.outputs[request_id] == answer
+    drain(simulation)
+
+
+def battery():
+    for scenario in SCENARIOS:
+        scenario()
+    for seed in range(60):
+        random_life(seed)
+
+
+def test_the_battery_passes_with_no_fault():
+    battery()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_noticed(fault):
+    with FAULTS[fault](), pytest.raises(NOTICED):
+        battery()
