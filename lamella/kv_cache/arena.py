@@ -37,7 +37,6 @@ class Arena:
         self.slab_group = np.full(num_slabs, FREE, dtype=np.int16)
         self.slab_group[0] = RESERVED
         self.num_used = [0] * num_groups
-        self.num_slab_loans = [0] * num_groups
         self._free_slabs = list(range(num_slabs - 1, 0, -1))
         self._free_pages: dict[int, list[int]] = {}  # lent slab -> its free page ids
         # Per group: number of free pages in a slab -> the slabs that have so many. Full slabs are in none.
@@ -120,7 +119,6 @@ class Arena:
         pages_per_slab = self.layout.groups[group].pages_per_slab
         self.slab_group[slab] = group
         self._free_pages[slab] = [first + index * page_units for index in range(pages_per_slab - 1, -1, -1)]
-        self.num_slab_loans[group] += 1
         self.num_lent_slabs[group] += 1
         self._list(group, slab)
         return slab

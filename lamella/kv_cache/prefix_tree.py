@@ -193,9 +193,6 @@ class PrefixTree:
         self._by_first_token.setdefault((parent, tokens[:4]), {})[node] = None
         return node
 
-    def tokens_of(self, node: int) -> bytes:
-        return self._key[node][1]
-
     def _new_row(self) -> int:
         if self._free_nodes:
             return self._free_nodes.pop()
