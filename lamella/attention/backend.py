@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from lamella.attention.metadata import AttentionMetadata
-from lamella.errors import ConfigError
+from lamella.errors import ConfigError, InvariantError
 from lamella.kv_cache.spec import KVCacheSpec
 
 logger = logging.getLogger(__name__)
@@ -119,16 +119,20 @@ def attend(
     params: AttentionParams,
     cache: LayerCache,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
     metadata: AttentionMetadata,
 ) -> torch.Tensor:
     """One layer's attention for a mixed batch: write the new K/V, then decode rows, then prefill rows.
 
     query [T, num_heads, k_dim], key [T, num_kv_heads, k_dim], value [T, num_kv_heads, v_dim] ->
-    [T, num_heads, v_dim].
+    [T, num_heads, v_dim]. key and value None: the layer has no KV of its own, and `cache` is that of an earlier layer
+    which has written this step's tokens. Raises InvariantError where only one of them is given.
     """
-    backend.write_kv(cache, key, value, metadata)
+    if (key is None) != (value is None):
+        raise InvariantError("attention got only one of K and V; pass both, or neither for a layer that shares KV")
+    if key is not None and value is not None:
+        backend.write_kv(cache, key, value, metadata)
     out = query.new_empty(query.shape[0], params.num_heads, params.spec.v_dim)
     num_decodes = metadata.num_decodes
     if num_decodes:

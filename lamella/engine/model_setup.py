@@ -27,7 +27,7 @@ from lamella.model_executor.loading import (
     load_weights,
     resolve_model,
 )
-from lamella.model_executor.model_config import ModelConfig, layer_specs
+from lamella.model_executor.model_config import ModelConfig, kv_sharing, layer_specs
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 
     attention_specs = layer_specs(model_config, itemsize_bytes=dtype.itemsize)
     stored_specs = without_sliding(attention_specs) if config.disable_hybrid_kv_cache else attention_specs
-    layout = build_layout(stored_specs, page_tokens=config.page_size)
+    layout = build_layout(stored_specs, page_tokens=config.page_size, kv_sharing=kv_sharing(model_config))
     memory_bytes = config.kv_cache_memory_bytes
     if memory_bytes is None:
         memory_bytes = int(available_memory_bytes(device) * config.kv_cache_memory_fraction)

@@ -3,12 +3,15 @@
 Groups differ in page bytes, and nothing is padded to hide that. The *unit* is the greatest common
 divisor of the groups' page bytes, so a page id (byte offset divided by the unit) means the same in
 every group. A *slab* is the run of units that the arena lends to one group at a time.
+
+A layer may have no KV of its own and read an earlier layer's instead. Such a layer is in no page: memory, tables and
+capacity are those of the layers that keep KV, the *owners*.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lamella.errors import ConfigError
@@ -20,7 +23,7 @@ MAX_SLAB_PAGES = 64  # of the widest group: a larger slab moves between groups t
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """All layers with an equal spec. One block table per request serves them all.
+    """All layers with an equal spec that keep KV. One block table per request serves them all.
 
     A page holds one block of every layer, layer after layer: layer `layers[i]` starts
     i * page_tokens * spec.token_bytes into the page.
@@ -36,10 +39,13 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
+    """owners[i]: the layer whose KV layer i reads, itself if it keeps its own."""
+
     page_tokens: int
     unit_bytes: int
     slab_units: int
     groups: tuple[KVGroup, ...]
+    owners: tuple[int, ...]
 
     @property
     def slab_bytes(self) -> int:
@@ -50,26 +56,40 @@ class KVLayout:
         return 1 - group.pages_per_slab * group.page_units / self.slab_units
 
     def layer_address(self, layer: int) -> tuple[int, int]:
-        """(group index, byte offset of the layer inside that group's page)."""
-        for index, group in enumerate(self.groups):
-            if layer in group.layers:
-                offset_tokens = group.layers.index(layer) * self.page_tokens
-                return index, offset_tokens * group.spec.token_bytes
-        raise KeyError(f"layer {layer} is in no group")
+        """(group index, byte offset inside that group's page) of the KV that the layer reads, its own or its owner's.
+
+        Raises KeyError for a layer that the model does not have.
+        """
+        if not 0 <= layer < len(self.owners):
+            raise KeyError(f"layer {layer} is in no group")
+        owner = self.owners[layer]
+        index = next(index for index, group in enumerate(self.groups) if owner in group.layers)
+        group = self.groups[index]
+        return index, group.layers.index(owner) * self.page_tokens * group.spec.token_bytes
+
+    def is_shared(self, layer: int) -> bool:
+        """Whether the layer reads another's KV and writes none."""
+        return self.owners[layer] != layer
 
 
-def build_layout(specs: Sequence[KVCacheSpec], *, page_tokens: int) -> KVLayout:
+def build_layout(
+    specs: Sequence[KVCacheSpec], *, page_tokens: int, kv_sharing: Mapping[int, int] | None = None
+) -> KVLayout:
     """Group equal specs (in order of first appearance) and choose unit and slab.
 
-    specs: one per layer. Raises ConfigError when there is no layer or `page_tokens` is not positive.
+    specs: one per layer. kv_sharing: layer -> the earlier layer whose KV it reads, for layers that keep none.
+    Raises ConfigError when there is no layer, `page_tokens` is not positive, or a layer cannot read what `kv_sharing`
+    says: its owner must be an earlier layer of an equal spec that keeps KV itself.
     """
     if not specs:
         raise ConfigError("a model without attention layers has no KV cache; at least one layer spec is needed")
     if page_tokens < 1:
         raise ConfigError(f"page_size={page_tokens}: must be a positive number of tokens")
+    owners = _owners(specs, kv_sharing or {})
     layers_of: dict[KVCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
-        layers_of.setdefault(spec, []).append(layer)
+        if owners[layer] == layer:
+            layers_of.setdefault(spec, []).append(layer)
     page_bytes = {spec: page_tokens * spec.token_bytes * len(layers) for spec, layers in layers_of.items()}
     unit_bytes = math.gcd(*page_bytes.values())
     page_units = {spec: size // unit_bytes for spec, size in page_bytes.items()}
@@ -86,7 +106,31 @@ def build_layout(specs: Sequence[KVCacheSpec], *, page_tokens: int) -> KVLayout:
         )
         for index, (spec, layers) in enumerate(layers_of.items())
     )
-    return KVLayout(page_tokens=page_tokens, unit_bytes=unit_bytes, slab_units=slab_units, groups=groups)
+    return KVLayout(page_tokens=page_tokens, unit_bytes=unit_bytes, slab_units=slab_units, groups=groups, owners=owners)
+
+
+def _owners(specs: Sequence[KVCacheSpec], kv_sharing: Mapping[int, int]) -> tuple[int, ...]:
+    for layer, owner in kv_sharing.items():
+        given = f"kv_sharing={{{layer}: {owner}}}"
+        if not (0 <= layer < len(specs) and 0 <= owner < len(specs)):
+            raise ConfigError(
+                f"{given}: the model has layers 0 to {len(specs) - 1} only; name a layer and its owner among them"
+            )
+        if owner >= layer:
+            raise ConfigError(
+                f"{given}: when layer {layer} runs, layer {owner} has not written its KV yet; name an earlier layer"
+            )
+        if owner in kv_sharing:
+            raise ConfigError(
+                f"{given}: layer {owner} keeps no KV, it reads layer {kv_sharing[owner]}'s; name a layer that keeps "
+                "its own"
+            )
+        if specs[layer] != specs[owner]:
+            raise ConfigError(
+                f"{given}: layer {layer} wants {specs[layer]}, but layer {owner} keeps {specs[owner]}; name a layer of "
+                "an equal spec"
+            )
+    return tuple(kv_sharing.get(layer, layer) for layer in range(len(specs)))
 
 
 def _choose_slab_units(page_units: list[int]) -> int:
@@ -118,7 +162,7 @@ def _names(specs: list[KVCacheSpec]) -> list[str]:
 def without_sliding(specs: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:
     """The same layers with KV kept for the request's whole life (`disable_hybrid_kv_cache`).
 
-    Only storage changes: attention still masks by each layer's own window.
+    Only storage changes: attention still masks by each layer's own window, and who shares whose KV stays as it is.
     """
     return [
         FullAttentionSpec(

@@ -66,18 +66,20 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def _layer_table(layout: KVLayout) -> str:
-    group_of = {layer: group for group in layout.groups for layer in group.layers}
     # One line for neighbours that are alike, or 62 layers would fill the screen.
     runs = itertools.groupby(
-        enumerate(sorted(group_of)), key=lambda indexed: (group_of[indexed[1]].name, indexed[1] - indexed[0])
+        range(len(layout.owners)),
+        key=lambda layer: (layout.layer_address(layer)[0], layout.owners[layer] if layout.is_shared(layer) else None),
     )
     rows = []
-    for (name, _), run in runs:
-        layers = [layer for _, layer in run]
-        spec = group_of[layers[0]].spec
+    for (index, owner), run in runs:
+        layers = list(run)
+        group = layout.groups[index]
+        spec = group.spec
         span = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
         dims = [str(value) for value in (spec.num_kv_heads, spec.k_dim, spec.v_dim)]
-        rows.append([span, name, *_reach(spec), *dims, f"{spec.token_bytes:,}"])
+        kept = f"{spec.token_bytes:,}" if owner is None else f"shares layer {owner}'s"
+        rows.append([span, group.name, *_reach(spec), *dims, kept])
     return format_table(
         ["layers", "group", "kind", "keys seen", "KV heads", "K dim", "V dim", "bytes/token/layer"], rows
     )

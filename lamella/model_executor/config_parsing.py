@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,37 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     )
 
 
+def shared_kv_owners(layer_types: Sequence[str], num_shared_layers: int) -> dict[int, int]:
+    """Layer -> the layer whose KV it reads, where the last `num_shared_layers` layers have none of their own.
+
+    The rule of Gemma 3n and Gemma 4 (`num_kv_shared_layers`): each of them reads the last earlier layer of its kind
+    that has KV. In transformers 5.24 this is `kv_sharing_modes` of configuration_gemma3n.py and
+    configuration_gemma4.py, where the last layer of each kind before the shared ones "stores" its K and V, and the
+    attention's forward, where a layer that "reuses" takes what its `layer_type` stored. With Gemma 3n E4B's 35 layers
+    of which every fifth is full, layers 20 to 34 share: the sliding ones read layer 18, the full ones layer 19.
+    Raises ModelLoadError when a shared layer has no earlier layer of its kind that keeps KV.
+    """
+    num_layers = len(layer_types)
+    if isinstance(num_shared_layers, bool) or not isinstance(num_shared_layers, int) or num_shared_layers < 0:
+        raise ModelLoadError(
+            f"num_kv_shared_layers={num_shared_layers!r} in config.json: must be an integer of at least 0"
+        )
+    if num_shared_layers >= num_layers:
+        raise ModelLoadError(
+            f"num_kv_shared_layers={num_shared_layers} in config.json, of {num_layers} layers: no layer keeps KV, as "
+            "in an assistant that reads another model's; use the model it assists"
+        )
+    num_own = num_layers - num_shared_layers
+    last_of_kind = {kind: layer for layer, kind in enumerate(layer_types[:num_own])}
+    for layer in range(num_own, num_layers):
+        if layer_types[layer] not in last_of_kind:
+            raise ModelLoadError(
+                f"num_kv_shared_layers={num_shared_layers} in config.json: layer {layer} is {layer_types[layer]!r}, "
+                f"but no layer before {num_own} is, whose KV it could read; share fewer layers"
+            )
+    return {layer: last_of_kind[layer_types[layer]] for layer in range(num_own, num_layers)}
+
+
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     names = [name for name in (*(config.get("architectures") or ()), config.get("model_type")) if name]
     for name in names:
@@ -112,6 +143,11 @@ def _refuse_variants(text: Mapping[str, Any], values: Mapping[str, Any]) -> None
         )
     if text.get("attention_bias"):
         raise ModelLoadError("attention_bias is true: Gemma 3 layers are built without biases")
+    if text.get("num_kv_shared_layers"):
+        raise ModelLoadError(
+            f"num_kv_shared_layers={text['num_kv_shared_layers']}: Gemma 3 is built with K and V in every layer; "
+            "use a checkpoint in which each layer has its own"
+        )
     if values["hidden_activation"] != "gelu_pytorch_tanh":
         raise ModelLoadError(
             f"hidden_activation={values['hidden_activation']!r} is not built; Gemma 3 uses gelu_pytorch_tanh"

@@ -14,12 +14,14 @@ class LayerConfig:
     kind: "full_attention", "sliding_attention" or "chunked_attention" (transformers' layer_types).
     window_tokens: keys visible including the query itself, or the chunk's length; None for full.
     rope_theta, rope_scale: rotary base; positions are divided by rope_scale (linear scaling).
+    kv_owner: the earlier layer whose K and V this one reads, computing only Q; None: it has its own.
     """
 
     kind: str
     window_tokens: int | None
     rope_theta: float
     rope_scale: float = 1.0
+    kv_owner: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +68,8 @@ def layer_specs(config: ModelConfig, *, itemsize_bytes: int) -> list[KVCacheSpec
         return FullAttentionSpec(**shape)
 
     return [spec_of(layer) for layer in config.layers]
+
+
+def kv_sharing(config: ModelConfig) -> dict[int, int]:
+    """Layer -> the layer whose KV it reads, for the layers that have none of their own."""
+    return {layer: each.kv_owner for layer, each in enumerate(config.layers) if each.kv_owner is not None}

@@ -7,6 +7,7 @@ import torch
 
 from lamella.attention.backend import AttentionBackend, attend
 from lamella.attention.metadata import AttentionMetadata
+from lamella.errors import InvariantError
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
@@ -17,7 +18,8 @@ from lamella.model_executor.step_plan import GroupPlan, StepPlan, StepResult
 class ModelRunner:
     """Owns the model and its view of the KV arena (uint8 [bytes]); knows nothing of requests.
 
-    attention_specs: what each layer sees; `layout` says where its KV lies.
+    attention_specs: what each layer sees; `layout` says where its KV lies. The model gives K and V for every layer
+    that keeps KV and None for those that read another's.
     """
 
     def __init__(
@@ -56,7 +58,14 @@ class ModelRunner:
         device = self.arena.device
         metadata = [self._metadata(plan, group) for group in plan.groups]
 
-        def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attention(layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+            if (k is None) != self.layout.is_shared(layer):
+                # One would overwrite the owner's KV, the other read pages that nobody has written.
+                raise InvariantError(
+                    f"layer {layer} gave {'no K and V' if k is None else 'K and V'}, but by the KV layout it "
+                    f"{'keeps its own' if k is None else f'reads those of layer {self.layout.owners[layer]}'}; "
+                    "model and layout must be built from one config"
+                )
             group = self.group_of_layer[layer]
             return attend(self.backend, self.params[layer], self.caches[layer], q, k, v, metadata[group])
 

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from lamella.model_executor.config_parsing import shared_kv_owners
+from lamella.planner.layer_specs import LayerSpecs
 
 Heads = tuple[int, int, int]  # KV heads, K dim, V dim
 
 
-def known_specs(name: str, itemsize_bytes: int) -> list[KVCacheSpec] | None:
-    """One spec per layer of the model called `name` ("gpt-oss-20b", "openai/gpt-oss-20b"); None: not known."""
-    build = _MODELS.get(name.lower().rsplit("/", 1)[-1])
-    return None if build is None else build(itemsize_bytes)
+def known_specs(name: str, itemsize_bytes: int) -> LayerSpecs | None:
+    """The layers of the model called `name` ("gpt-oss-20b", "openai/gpt-oss-20b"); None: not known."""
+    known = name.lower().rsplit("/", 1)[-1]
+    build = _MODELS.get(known)
+    if build is None:
+        return None
+    specs = build(itemsize_bytes)
+    kinds = ["sliding_attention" if spec.is_windowed else "full_attention" for spec in specs]
+    return LayerSpecs(specs, shared_kv_owners(kinds, _NUM_KV_SHARED_LAYERS.get(known, 0)))
 
 
 def known_names() -> tuple[str, ...]:
@@ -30,13 +37,11 @@ def _gpt_oss(num_layers: int) -> Callable[[int], list[KVCacheSpec]]:
     return build
 
 
-def _gemma_3(num_layers: int, window_tokens: int, heads: Heads) -> Callable[[int], list[KVCacheSpec]]:
+def _gemma(num_layers: int, window_tokens: int, heads: Heads, *, full_every: int) -> Callable[[int], list[KVCacheSpec]]:
     def build(itemsize_bytes: int) -> list[KVCacheSpec]:
         shape = _shape(heads, itemsize_bytes)
-        return [
-            SlidingWindowSpec(window_tokens=window_tokens, **shape) if (layer + 1) % 6 else FullAttentionSpec(**shape)
-            for layer in range(num_layers)
-        ]
+        sliding, full = SlidingWindowSpec(window_tokens=window_tokens, **shape), FullAttentionSpec(**shape)
+        return [sliding if (layer + 1) % full_every else full for layer in range(num_layers)]
 
     return build
 
@@ -71,9 +76,12 @@ def _shape(heads: Heads, itemsize_bytes: int) -> dict[str, int]:
 _MODELS: dict[str, Callable[[int], list[KVCacheSpec]]] = {
     "gpt-oss-20b": _gpt_oss(24),
     "gpt-oss-120b": _gpt_oss(36),
-    "gemma-3-27b": _gemma_3(62, 1024, (16, 128, 128)),
-    "gemma-3-270m": _gemma_3(18, 512, (1, 256, 256)),
+    "gemma-3-27b": _gemma(62, 1024, (16, 128, 128), full_every=6),
+    "gemma-3-270m": _gemma(18, 512, (1, 256, 256), full_every=6),
+    "gemma-3n-e4b": _gemma(35, 512, (2, 256, 256), full_every=5),
     "mimo-v2-flash": _mimo_v2_flash,
     "mistral-7b": _mistral_7b,
     "llama-4-scout": _llama_4_scout,
 }
+
+_NUM_KV_SHARED_LAYERS = {"gemma-3n-e4b": 15}

@@ -11,11 +11,12 @@ from typing import Any
 
 from lamella.errors import ModelLoadError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from lamella.model_executor.config_parsing import parse_config, read_json
+from lamella.model_executor.config_parsing import parse_config, read_json, shared_kv_owners
 from lamella.model_executor.demo_models import DEMO_PREFIX
 from lamella.model_executor.loading import load_config, resolve_model
-from lamella.model_executor.model_config import layer_specs
+from lamella.model_executor.model_config import ModelConfig, kv_sharing, layer_specs
 from lamella.planner.known_models import known_names, known_specs
+from lamella.planner.layer_specs import LayerSpecs
 
 # Which layers slide where config.json leaves it to transformers' code (transformers 5.24): every n-th is full.
 _FULL_EVERY = {
@@ -27,15 +28,18 @@ _FULL_EVERY = {
     "gemma3n_text": 5,
     "gemma3_text": 6,
     "gemma4_text": 6,
+    "gemma4_unified_text": 6,
 }
 _ALL_SLIDE = {"ministral", "mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"}
 _SLIDE_ABOVE = {"qwen2", "qwen3"}  # from layer max_window_layers on
 _MIMO = "mimo_v2_flash"
+_NUM_KV_SHARED_LAYERS = {"gemma3n_text": 15}  # transformers' default where config.json leaves it out
+_GEMMA_4 = {"gemma4_text", "gemma4_unified_text"}
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
-def model_specs(model: str, itemsize_bytes: int) -> list[KVCacheSpec]:
-    """One spec per layer that has KV of its own; no weights are read.
+def model_specs(model: str, itemsize_bytes: int) -> LayerSpecs:
+    """Each layer's spec and who reads whose KV; no weights are read.
 
     model: a folder with config.json, a config.json, a .gguf file (or a folder with one), "demo:gemma-3-270m", or a
     name in `known_names()`.
@@ -54,21 +58,25 @@ def model_specs(model: str, itemsize_bytes: int) -> list[KVCacheSpec]:
                 f"config.json, a .gguf file, or one of {', '.join(known_names())}"
             )
         return specs
-    return layer_specs(load_config(resolve_model(model)), itemsize_bytes=itemsize_bytes)
+    return _specs_of(load_config(resolve_model(model)), itemsize_bytes)
 
 
-def config_specs(config: Mapping[str, Any], itemsize_bytes: int) -> list[KVCacheSpec]:
-    """The specs of a config.json: by the engine's own reading where it knows the architecture, else by the keys that
+def config_specs(config: Mapping[str, Any], itemsize_bytes: int) -> LayerSpecs:
+    """The layers of a config.json: by the engine's own reading where it knows the architecture, else by the keys that
     transformers' configs share. `sliding_window` counts the query itself, as transformers masks."""
     try:
-        return layer_specs(parse_config(config), itemsize_bytes=itemsize_bytes)
+        return _specs_of(parse_config(config), itemsize_bytes)
     except ModelLoadError:
         text = config.get("text_config")
         values = text if isinstance(text, Mapping) else config
         return _generic_specs(values, itemsize_bytes)
 
 
-def _generic_specs(values: Mapping[str, Any], itemsize_bytes: int) -> list[KVCacheSpec]:
+def _specs_of(config: ModelConfig, itemsize_bytes: int) -> LayerSpecs:
+    return LayerSpecs(layer_specs(config, itemsize_bytes=itemsize_bytes), kv_sharing(config))
+
+
+def _generic_specs(values: Mapping[str, Any], itemsize_bytes: int) -> LayerSpecs:
     if values.get("kv_lora_rank"):
         raise ModelLoadError(
             f"kv_lora_rank={values['kv_lora_rank']} in config.json: latent attention keeps compressed KV, which is not "
@@ -76,6 +84,8 @@ def _generic_specs(values: Mapping[str, Any], itemsize_bytes: int) -> list[KVCac
         )
     num_layers = _positive(values, "num_hidden_layers")
     kinds = _layer_kinds(values, num_layers)
+    if values.get("model_type") in _GEMMA_4:
+        kinds[-1] = "full_attention"  # whatever the pattern says
     if len(kinds) != num_layers:
         raise ModelLoadError(f"layer_types names {len(kinds)} layers, but num_hidden_layers is {num_layers}")
     unknown = sorted(set(kinds) - set(_KINDS))
@@ -84,9 +94,24 @@ def _generic_specs(values: Mapping[str, Any], itemsize_bytes: int) -> list[KVCac
             f"layer_types has {', '.join(map(repr, unknown))}, whose cache is not K and V of tokens; known: "
             f"{', '.join(_KINDS)}"
         )
-    # The last ones read the KV of an earlier layer (gemma3n, gemma4) and keep none.
-    num_own = num_layers - int(values.get("num_kv_shared_layers") or 0)
-    return [_spec(values, kind, itemsize_bytes) for kind in kinds[:num_own]]
+    num_shared = values.get("num_kv_shared_layers")
+    if num_shared is None:
+        num_shared = _NUM_KV_SHARED_LAYERS.get(str(values.get("model_type")), 0)
+    return LayerSpecs(
+        [_spec(_layer_values(values, layer), kind, itemsize_bytes) for layer, kind in enumerate(kinds)],
+        shared_kv_owners(kinds, num_shared),
+    )
+
+
+def _layer_values(values: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
+    """The config as one layer sees it: transformers 5 saves what differs in some layers (Gemma 4's wider full ones)
+    as per_layer_config, {"05": {"head_dim": 512}}."""
+    overrides = values.get("per_layer_config")
+    if not isinstance(overrides, Mapping):
+        return values
+    own: Mapping[str, Any] = next((own for key, own in overrides.items() if int(key) == layer), {})
+    # It has the last word on the heads, as in transformers, so the keys that it came from are not read again.
+    return {**values, **own, "global_head_dim": None}
 
 
 def _layer_kinds(values: Mapping[str, Any], num_layers: int) -> list[str]:
@@ -154,6 +179,7 @@ def _spec(values: Mapping[str, Any], kind: str, itemsize_bytes: int) -> KVCacheS
 
 def _heads(values: Mapping[str, Any], kind: str) -> tuple[int, int, int]:
     """KV heads, K dim and V dim of the layers of `kind`."""
+    is_gemma_4 = values.get("model_type") in _GEMMA_4
     num_heads = _positive(values, "num_attention_heads")
     num_kv_heads = _positive(values, "num_key_value_heads", num_heads)
     k_dim = values.get("head_dim") or _positive(values, "hidden_size") // num_heads
@@ -164,8 +190,8 @@ def _heads(values: Mapping[str, Any], kind: str) -> tuple[int, int, int]:
         num_kv_heads = values.get("swa_num_key_value_heads") or num_kv_heads
         k_dim = values.get("swa_head_dim") or k_dim
         v_dim = values.get("swa_v_head_dim") or v_dim
-    elif kind == "full_attention" and values.get("global_head_dim"):  # gemma4
-        k_dim = v_dim = values["global_head_dim"]
+    elif kind == "full_attention" and (wide := values.get("global_head_dim", 512 if is_gemma_4 else None)):
+        k_dim = v_dim = wide
         if values.get("attention_k_eq_v", True):
             num_kv_heads = values.get("num_global_key_value_heads") or num_kv_heads
     return num_kv_heads, k_dim, v_dim

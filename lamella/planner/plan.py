@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamella.errors import CapacityError, ConfigError
 from lamella.kv_cache.capacity import num_requests_that_fit
-from lamella.kv_cache.layout import KVLayout, build_layout, without_sliding
+from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.report import format_bytes, format_table, kv_cache_report
 from lamella.kv_cache.sizing import PoolSize, size_pool
-from lamella.kv_cache.spec import KVCacheSpec
 from lamella.kv_cache.split import (
     DEFAULT_RATIO,
     cell_bytes,
@@ -19,6 +17,7 @@ from lamella.kv_cache.split import (
     split_pools,
     split_tokens,
 )
+from lamella.planner.layer_specs import LayerSpecs
 
 RATIOS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
 
@@ -122,15 +121,15 @@ class Plan:
         return format_table(header, rows)
 
 
-def make_plan(model: str, specs: Sequence[KVCacheSpec], options: PlanOptions) -> Plan:
+def make_plan(model: str, layers: LayerSpecs, options: PlanOptions) -> Plan:
     """Compare elastic memory, fixed pools at `options.ratios` (where there are both kinds of layers) and uniform
     allocation, which keeps every layer's KV like a full layer's.
 
     model: a name to print. Raises CapacityError when not even elastic memory holds one request, ConfigError for a
     ratio that cannot be.
     """
-    layout = build_layout(specs, page_tokens=options.page_tokens)
-    uniform = build_layout(without_sliding(specs), page_tokens=options.page_tokens)
+    layout = layers.layout(options.page_tokens)
+    uniform = layers.uniform_layout(options.page_tokens)
     ratios = options.ratios or (RATIOS if is_splittable(layout) else ())
     pool = _size(layout, options, options.context_tokens)
 

@@ -12,7 +12,9 @@ from click.testing import CliRunner
 from lamella.cli import cli
 from lamella.errors import CapacityError, ConfigError, ModelLoadError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from lamella.model_executor.config_parsing import parse_config
 from lamella.planner.known_models import known_names, known_specs
+from lamella.planner.layer_specs import LayerSpecs
 from lamella.planner.model_specs import config_specs, model_specs
 from lamella.planner.plan import PlanOptions, make_plan
 from lamella.planner.plot import plot_plan
@@ -60,6 +62,35 @@ def test_requests_of_gpt_oss_20b_counted_by_hand():
     requests = requests_of(plan_of("gpt-oss-20b"))
     assert requests["elastic"] == 105
     assert requests["fixed pools, r=1"] == 53
+
+
+def test_gemma_3n_e4b_counted_by_hand():
+    """35 layers, every fifth full; 0 to 19 keep KV (16 sliding, 4 full), 20 to 34 read 18's or 19's.
+    A token is 2 heads * (256 + 256) elements * 2 B = 2,048 B in each of 20 layers, a page of 16 tokens 32,768 B a
+    layer: 131,072 B full (one unit), 524,288 B sliding (four units, one slab); four full pages to a slab.
+    1 GiB is 2,048 slabs, one of them null. A request of 8,192 tokens decodes in 512 full pages (128 slabs) and
+    ceil((511 + 16) / 16) = 33 sliding ones: 161 slabs. One request prefills 2,048 tokens in
+    ceil((512 + 2,048 + 14) / 16) = 161: 161 k + 128 <= 2,047 up to k = 11.
+    Uniform: 20 layers are 655,360 B a page, so 1,638 pages, one null, for 512 a request: 3."""
+    plan = plan_of("gemma-3n-e4b", PlanOptions(memory_bytes=1 << 30, context_tokens=8192))
+    requests = requests_of(plan)
+    assert requests["elastic"] == 11
+    assert requests["uniform (hybrid off)"] == 3
+    text = plan.report()
+    lines = lines_of(text)
+    assert ["full", "4", "131,072", "1", "4", "0.00%"] in lines
+    assert ["sliding_512", "16", "524,288", "4", "1", "0.00%"] in lines
+    sliding, full = ["sliding_512", "sliding", "window", "512"], ["full", "full", "all"]
+    assert ["15-18", *sliding, "2", "256", "256", "2,048"] in lines
+    assert ["19", *full, "2", "256", "256", "2,048"] in lines
+    assert ["20-23", *sliding, "2", "256", "256", "shares", "layer", "18's"] in lines
+    assert ["34", *full, "2", "256", "256", "shares", "layer", "19's"] in lines
+    # 512 * 131,072 + 33 * 524,288 B; with every layer its own it would be 7/4 of the full and 7/4 of the sliding part.
+    assert ["8,192", "11", "80.5", "MiB", "33", "512"] in lines
+    # F = 2,048 B: 4 F + 0.8 * 16 F.
+    cell = next(cell for cell in plan.cells if cell.ratio == 0.8)
+    assert cell.num_units == pytest.approx(16.8)
+    assert cell.num_full_tokens == (1 << 30) * 10 // (168 * 2048) // 16 * 16
 
 
 @pytest.mark.parametrize("name", known_names())
@@ -118,7 +149,9 @@ def test_options_must_be_positive():
     ],
 )
 def test_known_layouts(name, num_full, full_heads, num_other, other_heads, reach, kind):
-    specs = known_specs(name, 2)
+    layers = known_specs(name, 2)
+    specs = layers.specs
+    assert layers.kv_sharing == {}
     full = [spec for spec in specs if isinstance(spec, FullAttentionSpec)]
     other = [spec for spec in specs if not isinstance(spec, FullAttentionSpec)]
     assert (len(full), len(other)) == (num_full, num_other)
@@ -164,7 +197,9 @@ def test_configs_are_read_as_transformers_reads_them(name, without_layer_types):
     values = json.loads(json.dumps(config.to_dict(), default=str))
     if without_layer_types:
         values.pop("layer_types", None)
-    specs = config_specs(values, 2)
+    layers = config_specs(values, 2)
+    specs = layers.specs
+    assert layers.kv_sharing == {}
     default_kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     kinds = getattr(config, "layer_types", None) or [default_kind] * config.num_hidden_layers
     assert len(specs) == config.num_hidden_layers
@@ -198,22 +233,104 @@ def test_mimos_published_config_counts_previous_tokens():
     assert config_specs(config, 2) == known_specs("mimo-v2-flash", 2)
 
 
-def test_layers_that_share_kv_keep_none():
-    config = {
-        "model_type": "anything",
-        "text_config": {
-            "num_hidden_layers": 5,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "sliding_window": 32,
-            "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 3],
-            "num_kv_shared_layers": 2,
-        },
+def sharing_config(**changes):
+    text = {
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", *["full_attention"] * 2],
+        "num_kv_shared_layers": 2,
+        **changes,
     }
-    specs = config_specs(config, 4)
-    assert [spec.reach_tokens for spec in specs] == [32, None, 32]
-    assert specs[0].token_bytes == 2 * 16 * 4
+    return {"model_type": "anything", "text_config": text}
+
+
+def test_layers_that_share_kv_keep_none():
+    layers = config_specs(sharing_config(), 4)
+    assert [spec.reach_tokens for spec in layers.specs] == [32, None, 32, None, None]
+    assert layers.kv_sharing == {3: 1, 4: 1}
+    # 16 tokens * 2 heads * (8 + 8) elements * 4 bytes, of two sliding layers and one full.
+    assert [group.page_bytes for group in layers.layout(16).groups] == [2 * 2048, 2048]
+    assert [group.page_bytes for group in layers.uniform_layout(16).groups] == [3 * 2048]
+    assert layers.uniform_layout(16).layer_address(4) == (0, 2048)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_shared_layers": 4}, "layer 1 is 'full_attention', but no layer before 1 is"),
+        ({"num_kv_shared_layers": 5}, "of 5 layers: no layer keeps KV"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1"),
+        ({"num_kv_shared_layers": "2"}, "num_kv_shared_layers='2'"),
+    ],
+)
+def test_sharing_without_an_owner_is_refused(changes, message):
+    with pytest.raises(ModelLoadError, match=message):
+        config_specs(sharing_config(**changes), 4)
+
+
+SHARING_CONFIGS = [
+    ("Gemma3nTextConfig", {}),
+    ("Gemma3nTextConfig", {"num_hidden_layers": 30, "num_kv_shared_layers": 10}),
+    ("Gemma3nTextConfig", {"num_kv_shared_layers": 0}),
+    ("Gemma4TextConfig", {"num_kv_shared_layers": 13}),
+    # The last layer is full although the pattern would have it slide; its KV owner is layer 11.
+    ("Gemma4TextConfig", {"num_hidden_layers": 35, "num_kv_shared_layers": 18, "num_key_value_heads": 1}),
+    (
+        "Gemma4TextConfig",
+        {"num_kv_shared_layers": 6, "global_head_dim": 384, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
+    ),
+    ("Gemma4UnifiedTextConfig", {"num_kv_shared_layers": 6}),
+]
+
+
+@pytest.mark.parametrize("dropped", [(), ("layer_types",), ("per_layer_config",)])
+@pytest.mark.parametrize(("name", "arguments"), SHARING_CONFIGS)
+def test_shared_layers_read_what_transformers_stores_for_them(name, arguments, dropped):
+    """The oracle is the config object: a layer that reuses KV takes what the last layer of its type stored, and a
+    layer's heads are its own config's. Dropped keys are left to transformers' defaults, or given as Gemma 4's are
+    published."""
+    import transformers
+
+    config = getattr(transformers, name)(**arguments)
+    values = json.loads(json.dumps(config.to_dict(), default=str))
+    for key in dropped:
+        if values.pop(key, None) is not None and key == "per_layer_config":
+            values.update({key: value for key, value in arguments.items() if "global" in key})
+    layers = config_specs(values, 2)
+    stored, expected = {}, {}
+    for layer, (kind, mode) in enumerate(zip(config.layer_types, config.kv_sharing_modes, strict=True)):
+        if mode == "store":
+            stored[kind] = layer
+        elif mode == "reuse":
+            expected[layer] = stored[kind]
+    assert layers.kv_sharing == expected
+    assert len(expected) == config.num_kv_shared_layers
+    per_layer = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    for layer, spec in enumerate(layers.specs):
+        window = config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
+        heads = per_layer[layer].num_key_value_heads
+        assert (spec.reach_tokens, spec.num_kv_heads, spec.k_dim) == (window, heads, per_layer[layer].head_dim)
+
+
+def test_gemma_3n_leaves_its_number_of_shared_layers_to_transformers():
+    import transformers
+
+    values = json.loads(json.dumps(transformers.Gemma3nTextConfig().to_dict(), default=str))
+    del values["num_kv_shared_layers"]
+    assert config_specs(values, 2) == known_specs("gemma-3n-e4b", 2)
+
+
+def test_a_gemma_3_config_with_shared_layers_is_planned_but_not_run():
+    import transformers
+
+    values = json.loads(json.dumps(transformers.Gemma3TextConfig().to_dict(), default=str))
+    values["num_kv_shared_layers"] = 6
+    with pytest.raises(ModelLoadError, match="num_kv_shared_layers=6: Gemma 3 is built with K and V in every layer"):
+        parse_config(values)
+    assert config_specs(values, 2).kv_sharing == {**dict.fromkeys(range(20, 26), 19), 23: 17}
 
 
 @pytest.mark.parametrize(
@@ -240,7 +357,7 @@ def test_a_folder_a_config_and_a_gguf_of_one_model_give_the_same_specs(tmp_path)
     shape = {"num_kv_heads": 2, "k_dim": 16, "v_dim": 16, "itemsize_bytes": 2}
     expected = [SlidingWindowSpec(window_tokens=16, **shape)] * 5 + [FullAttentionSpec(**shape)]
     for place in ("folder", "folder/config.json", "tiny.gguf"):
-        assert model_specs(str(tmp_path / place), 2) == expected
+        assert model_specs(str(tmp_path / place), 2) == LayerSpecs(expected)
 
 
 # The command and the picture
