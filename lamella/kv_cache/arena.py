@@ -33,6 +33,7 @@ class Arena:
         if slab_quota is not None:
             _check_quota(slab_quota, num_groups, num_slabs)
         self.slab_quota = slab_quota
+        self._is_windowed = [group.spec.is_windowed for group in layout.groups]
         self.num_lent_slabs = [0] * num_groups
         self.slab_group = np.full(num_slabs, FREE, dtype=np.int16)
         self.slab_group[0] = RESERVED
@@ -61,14 +62,15 @@ class Arena:
     def allocate(self, group: int, count: int, near_page: int = NULL_PAGE) -> list[int] | None:
         """Take `count` pages for `group`, all or none (None, and nothing changed).
 
-        Order: the slab of `near_page` (the asker's last page), a free slab if the rest would fill it, the
-        fullest partly used slab of the group, a free slab. So a request's pages stay together, and
-        slabs come free whole.
+        Order: in a windowed group the slab of `near_page` (the asker's last page), then a free slab if the rest
+        would fill it, the fullest partly used slab of the group, a free slab. So slabs come free whole: a window's
+        pages stay together and are slid one after the other. A full group's pages all live as long as their request,
+        so there `near_page` would only keep young pages from filling the fullest slab, and is not used.
         """
         if count > self.num_allocatable(group):
             return None
         pages: list[int] = []
-        if near_page != NULL_PAGE:
+        if near_page != NULL_PAGE and self._is_windowed[group]:
             slab = near_page // self.layout.slab_units
             if self.slab_group[slab] == group and self._free_pages[slab]:
                 self._take(group, slab, count, pages)
