@@ -6,6 +6,9 @@ request does not have. On the host the null page is NULL_PAGE.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import numpy as np
 
 from lamella.errors import ConfigError
@@ -14,6 +17,14 @@ from lamella.kv_cache.layout import KVLayout
 NULL_PAGE = -1
 FREE = -1
 RESERVED = -2
+
+
+class Move(NamedTuple):
+    """The contents of page `source` of `group` belong into page `target` now; `source` is no longer in use."""
+
+    group: int
+    source: int
+    target: int
 
 
 class Arena:
@@ -33,6 +44,7 @@ class Arena:
         if slab_quota is not None:
             _check_quota(slab_quota, num_groups, num_slabs)
         self.slab_quota = slab_quota
+        self._is_windowed = [group.spec.is_windowed for group in layout.groups]
         self.num_lent_slabs = [0] * num_groups
         self.slab_group = np.full(num_slabs, FREE, dtype=np.int16)
         self.slab_group[0] = RESERVED
@@ -61,14 +73,15 @@ class Arena:
     def allocate(self, group: int, count: int, near_page: int = NULL_PAGE) -> list[int] | None:
         """Take `count` pages for `group`, all or none (None, and nothing changed).
 
-        Order: the slab of `near_page` (the asker's last page), a free slab if the rest would fill it, the
-        fullest partly used slab of the group, a free slab. So a request's pages stay together, and
-        slabs come free whole.
+        Order: in a windowed group the slab of `near_page` (the asker's last page), then a free slab if the rest
+        would fill it, the fullest partly used slab of the group, a free slab. So slabs come free whole: a window's
+        pages stay together and are slid one after the other. A full group's pages all live as long as their request,
+        so there `near_page` would only keep young pages from filling the fullest slab, and is not used.
         """
         if count > self.num_allocatable(group):
             return None
         pages: list[int] = []
-        if near_page != NULL_PAGE:
+        if near_page != NULL_PAGE and self._is_windowed[group]:
             slab = near_page // self.layout.slab_units
             if self.slab_group[slab] == group and self._free_pages[slab]:
                 self._take(group, slab, count, pages)
@@ -94,12 +107,59 @@ class Arena:
         free_pages.append(page)
         self.num_used[group] -= 1
         if len(free_pages) == self.layout.groups[group].pages_per_slab:
-            del self._free_pages[slab]
-            self.slab_group[slab] = FREE
-            self.num_lent_slabs[group] -= 1
-            self._free_slabs.append(slab)
+            self._return_slab(group, slab)
         else:
             self._list(group, slab)
+
+    def compact(self, group: int, *, immovable: Iterable[int] = (), max_moved_share: float = 1.0) -> list[Move] | None:
+        """Empty one partly used slab of another group, so that `group` can take it.
+
+        The pages in use there move into free pages of that group's other slabs. The slab chosen is the one with
+        the fewest bytes in use. Returns its moves, which are made already as far as the arena is concerned: the
+        caller puts each target in the place of its source wherever it is known, and copies the contents before
+        anything is written to a page allocated after this call. Sources and targets of one call are disjoint; a
+        later call may move a target on, so copies of several calls run in their order. None, and nothing changed:
+        there is no such slab, or slabs do not move between groups (`slab_quota`).
+
+        immovable: pages in use that must stay where they are; so do all pages of their slabs.
+        max_moved_share: most bytes to move per byte of the slab; what moves is always less than a slab.
+
+        Bound. Let a group b have p pages to a slab and f free pages in its partly used slabs. A slab with u pages
+        in use has p - u of the f; so the others have room for its u pages if and only if f >= p, whichever slab
+        it is. Hence after None (nothing immovable, max_moved_share 1), f <= p - 1 in every group but `group`: what
+        it cannot use is less than one slab per other group, and the `slab_waste` of the slabs that are lent. With
+        immovable pages, f <= p - 1 or every partly used slab of the group has one, so f <= n * (p - 1) for n slabs
+        that have any.
+        """
+        if self.slab_quota is not None:
+            return None
+        fixed_slabs = {page // self.layout.slab_units for page in immovable}
+        best: tuple[int, int, int] | None = None  # units to move, group, slab
+        for other, spec in enumerate(self.layout.groups):
+            if other == group or self._num_partial_pages[other] < spec.pages_per_slab:
+                continue
+            for num_free in sorted(self._partial[other], reverse=True):
+                slab = next((slab for slab in self._partial[other][num_free] if slab not in fixed_slabs), None)
+                if slab is not None:
+                    num_units = (spec.pages_per_slab - num_free) * spec.page_units
+                    if best is None or num_units < best[0]:
+                        best = num_units, other, slab
+                    break
+        if best is None or best[0] > max_moved_share * self.layout.slab_units:
+            return None
+        return self._empty_slab(*best[1:])
+
+    def _empty_slab(self, group: int, slab: int) -> list[Move]:
+        """Move all pages of a partly used slab into the group's other ones, fullest first; they have room."""
+        free_pages = set(self._free_pages[slab])
+        sources = [page for page in self._pages_of(group, slab) if page not in free_pages]
+        self._unlist(group, slab)
+        self._return_slab(group, slab)
+        targets: list[int] = []
+        while len(targets) < len(sources):
+            partial = self._partial[group]
+            self._take(group, next(iter(partial[min(partial)])), len(sources) - len(targets), targets)
+        return [Move(group, source, target) for source, target in zip(sources, targets, strict=True)]
 
     def free_pages_of(self, group: int) -> set[int]:
         """Free pages inside slabs that are lent to `group`."""
@@ -114,14 +174,23 @@ class Arena:
 
     def _lend_slab(self, group: int) -> int:
         slab = self._free_slabs.pop()
-        page_units = self.layout.groups[group].page_units
-        first = slab * self.layout.slab_units
-        pages_per_slab = self.layout.groups[group].pages_per_slab
         self.slab_group[slab] = group
-        self._free_pages[slab] = [first + index * page_units for index in range(pages_per_slab - 1, -1, -1)]
+        self._free_pages[slab] = list(self._pages_of(group, slab)[::-1])
         self.num_lent_slabs[group] += 1
         self._list(group, slab)
         return slab
+
+    def _return_slab(self, group: int, slab: int) -> None:
+        """An unlisted slab of which no page is in use any more becomes free."""
+        del self._free_pages[slab]
+        self.slab_group[slab] = FREE
+        self.num_lent_slabs[group] -= 1
+        self._free_slabs.append(slab)
+
+    def _pages_of(self, group: int, slab: int) -> range:
+        spec = self.layout.groups[group]
+        first = slab * self.layout.slab_units
+        return range(first, first + spec.pages_per_slab * spec.page_units, spec.page_units)
 
     def _list(self, group: int, slab: int) -> None:
         num_free = len(self._free_pages[slab])

@@ -55,9 +55,21 @@ def test_placement_order():
     other = arena.allocate(0, 5)  # fills a slab of its own, though mine is partly used
     assert {page // 5 for page in other} != {page // 5 for page in mine}
     assert len({page // 5 for page in other}) == 1
-    assert arena.allocate(0, 1, near_page=mine[0])[0] // 5 == mine[0] // 5  # own slab first
-    arena.free(0, other[0])  # now 4 used there, 3 used in mine: the fullest partly used slab is next
-    assert arena.allocate(0, 1)[0] == other[0]
+    arena.free(0, other[0])  # now 4 used there, 2 used in mine: the fullest partly used slab is next
+    assert arena.allocate(0, 1, near_page=mine[0]) == [other[0]]  # also for a full group that names another page
+    assert arena.allocate(0, 1)[0] // 5 == mine[0] // 5
+
+
+def test_a_windowed_group_takes_from_the_askers_own_slab_first():
+    layout = build_layout([full(heads=3), sliding(8, heads=2)], page_tokens=4)
+    assert layout.groups[1].pages_per_slab == 3
+    arena = Arena(layout, 6)
+    mine = arena.allocate(1, 1)
+    other = arena.allocate(1, 3)
+    arena.free(1, other[0])
+    assert arena.allocate(1, 1) == [other[0]]  # without a page to be near: the fullest
+    arena.free(1, other[0])
+    assert arena.allocate(1, 1, near_page=mine[0])[0] // layout.slab_units == mine[0] // layout.slab_units
 
 
 def test_an_emptied_slab_serves_another_group():
