@@ -10,12 +10,12 @@ The oldest running request is never preempted for another, so there is always pr
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from typing import NamedTuple
 
 import numpy as np
 
+from lamella.engine.admission import Admission, most_prefill_tokens
 from lamella.engine.request import Request
 from lamella.engine.request_rows import RequestRows
 from lamella.engine.step_builder import build_step_plan
@@ -23,7 +23,6 @@ from lamella.engine.waiting_queue import WaitingQueue
 from lamella.errors import InvariantError
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.prefix_tree import PrefixMatch
-from lamella.kv_cache.sizing import request_pages
 from lamella.kv_cache.spec import ceil_div
 from lamella.model_executor.step_plan import StepPlan, StepResult
 
@@ -45,21 +44,6 @@ class SchedulerCounters(NamedTuple):
     num_preemptions: int
 
 
-# A chunk's sliding KV is needed for one step only. More than this share of the arena for it would evict
-# cached prefixes that are worth more than a larger chunk.
-MAX_TRANSIENT_SHARE = 1 / 8
-
-
-def _prefill_tokens(manager: HybridBlockManager) -> int:
-    """Most prompt tokens that one step computes, for the sake of the sliding KV that they hold meanwhile."""
-    layout, windowed_groups = manager.layout, manager.tree.windowed_groups
-    if not windowed_groups:
-        return sys.maxsize
-    block_bytes = sum(layout.groups[group].page_bytes for group in windowed_groups)
-    arena_bytes = (manager.arena.num_slabs - 1) * layout.slab_bytes
-    return max(1, int(arena_bytes * MAX_TRANSIENT_SHARE) // block_bytes) * layout.page_tokens
-
-
 class Scheduler:
     """chunk_tokens: the largest prefill chunk that the KV memory was sized for.
     scheduling_policy: the order of the waiting queue, see WaitingQueue.
@@ -79,8 +63,9 @@ class Scheduler:
         self.queue = WaitingQueue(manager, scheduling_policy)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens = min(chunk_tokens, max_num_batched_tokens)
-        self.prefill_tokens = _prefill_tokens(manager)
+        self.prefill_tokens = most_prefill_tokens(manager)
         self.rows = RequestRows(max_num_seqs, max_model_len)
+        self._admission = Admission(manager, self.rows)
         self.running: list[int] = []  # rows, oldest request first
         self._scheduled = np.zeros(0, dtype=np.int64)
         self._num_new = np.zeros(0, dtype=np.int64)
@@ -243,7 +228,7 @@ class Scheduler:
         rows = self.rows
         self.manager.release(row, rows.tokens[row], int(rows.num_computed[row]))
         self.running.remove(row)
-        rows.take(row)
+        self._admission.note_finished(rows.take(row))
 
     # Admission
 
@@ -252,7 +237,7 @@ class Scheduler:
         while self.queue and budget and self.rows.has_free_row:
             request = self.queue.next(self._num_steps)
             match = self.manager.match(request.token_ids, request.salt)
-            if self.running and not self._has_room(request, match):
+            if self.running and not self._admission.has_room(request, match, self.running, len(self.queue)):
                 if self._slide_running():
                     continue
                 return
@@ -301,39 +286,6 @@ class Scheduler:
             request.first_scheduled_time = time.monotonic()
             self._num_prompt_tokens += request.num_prompt_tokens
             self._num_cached_tokens += num_cached_tokens
-
-    def _has_room(self, request: Request, match: PrefixMatch) -> bool:
-        """Whether the whole prompt fits beside what runs and what running prefills still need.
-
-        Counts every group at the most that the request can hold with small chunks, so an admitted prompt is
-        not preempted halfway for want of memory that could be foreseen. What a chunk holds of a window for
-        the time of a step is no claim: the chunk is cut to what there is.
-        """
-        manager = self.manager
-        groups, page_tokens = manager.layout.groups, manager.page_tokens
-        num_tokens = len(request.token_ids) + 1
-        wanted = list(
-            request_pages(
-                manager.layout,
-                max_model_len=num_tokens,
-                chunk_tokens=page_tokens,
-                interval_tokens=manager.interval_tokens,
-            )
-        )
-        prefills = [row for row in self.running if self.rows.num_tokens[row] - self.rows.num_computed[row] > 1]
-        for group in manager.tree.full_groups:
-            for row in prefills:
-                whole = ceil_div(int(self.rows.num_tokens[row]) + 1, page_tokens)
-                wanted[group] += whole - int(manager.num_blocks[row])
-            if match.path:  # pages that others hold already cost nothing
-                wanted[group] -= int((manager.tree.refs[group, match.path] > 0).sum())
-        pages = [owned + more for owned, more in zip(manager.num_owned, wanted, strict=True)]
-        quota = manager.arena.slab_quota
-        if quota is not None:
-            limits = [slabs * group.pages_per_slab for slabs, group in zip(quota, groups, strict=True)]
-            return all(count <= limit for count, limit in zip(pages, limits, strict=True))
-        num_bytes = sum(count * group.page_bytes for count, group in zip(pages, groups, strict=True))
-        return num_bytes <= (manager.arena.num_slabs - 1) * manager.layout.slab_bytes
 
     # Sampled tokens
 

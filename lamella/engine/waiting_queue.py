@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from lamella.engine.request import Request
 from lamella.errors import ConfigError
 from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.expectations import Expectation
 
 SCHEDULING_POLICIES = ("fcfs", "prefix")
 MAX_RANKED_REQUESTS = 128
@@ -29,6 +30,8 @@ class WaitingQueue:
         self._manager = manager
         self._by_prefix = policy == "prefix"
         self._requests: dict[Request, int] = {}  # in order; the step since which each waits
+        self._expectations: dict[Request, Expectation] = {}
+        self._first_rank, self._next_rank = 0, 0
         self._ranking: list[Request] = []
         self._changed = True
 
@@ -40,15 +43,29 @@ class WaitingQueue:
 
     def add(self, request: Request, step: int) -> None:
         self._requests[request] = step
-        self._changed = True
+        self._next_rank += 1
+        self._expect(request, self._next_rank)
 
     def add_first(self, request: Request, step: int) -> None:
         self._requests = {request: step, **self._requests}
-        self._changed = True
+        self._first_rank -= 1
+        self._expect(request, self._first_rank)
 
     def discard(self, request: Request) -> None:
         if self._requests.pop(request, None) is not None:
             self._changed = True
+        expectation = self._expectations.pop(request, None)
+        if expectation is not None:
+            self._manager.settle(expectation)
+
+    def _expect(self, request: Request, rank: int) -> None:
+        """What the cache has of the prompt outlasts what nobody waits for."""
+        self._changed = True
+        expectation = self._manager.expect(request.token_ids, request.salt, rank)
+        if expectation is not None:
+            if self._by_prefix:  # the longest runs first
+                expectation.rank = -expectation.num_tokens
+            self._expectations[request] = expectation
 
     def new_round(self) -> None:
         """A step begins to admit. The ranking is made anew only where requests came or went: the cache

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lamella.kv_cache.arena import NULL_PAGE, Arena
+from lamella.kv_cache.expectations import Expectation
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.prefix_tree import NO_NODE, PrefixMatch, PrefixTree, Salt
 from lamella.kv_cache.retention import RetentionPolicy
@@ -64,7 +65,12 @@ class HybridBlockManager:
         self.retention = RetentionPolicy() if retention is None else retention
         self.arena = Arena(layout, num_slabs, slab_quota=slab_quota)
         specs = tuple(group.spec for group in layout.groups)
-        self.tree = PrefixTree(specs, page_tokens=self.page_tokens, free_page=self.arena.free)
+        self.tree = PrefixTree(
+            specs,
+            page_tokens=self.page_tokens,
+            free_page=self.arena.free,
+            keep_spare=enable_prefix_caching and self.retention.keeps_spare,
+        )
         self.num_groups = len(specs)
         max_blocks = ceil_div(max_model_len, self.page_tokens)
         self.tables = np.full((self.num_groups, num_rows, max_blocks), NULL_PAGE, dtype=np.int64)
@@ -88,6 +94,33 @@ class HybridBlockManager:
         if not self.enable_prefix_caching:
             return PrefixMatch(0, [], NO_NODE, 0)
         return self.tree.match(token_ids, salt, len(token_ids) - 1)
+
+    def expect(self, token_ids: np.ndarray, salt: Salt, rank: int) -> Expectation | None:
+        """Keep what the cache has of a waiting request's prompt (int32 [n]) longer than what nobody waits for;
+        None if it has nothing. rank: requests of lower rank run sooner. `settle` when it waits no more."""
+        match = self.match(token_ids, salt)
+        if not match.num_tokens:
+            return None
+        tree = self.tree
+        path = match.path if match.tail_node == NO_NODE else [*match.path, match.tail_node]
+        held = []
+        num_bytes = 0
+        for group, spec in enumerate(tree.specs):
+            first = min(spec.first_needed(match.num_tokens) // self.page_tokens, len(path) - 1)
+            if spec.is_windowed:
+                held += [(group, node) for node in path[first:]]
+            else:  # what other prefixes and running requests share with it is there anyway
+                shared = np.flatnonzero((tree.num_children[path] > 1) | (tree.refs[group, path] > 0))
+                first = int(shared[-1]) + 1 if len(shared) else 0
+            num_bytes += (len(path) - first) * self.layout.groups[group].page_bytes
+        tree.add_resume_point(path[-1], held)
+        expectation = Expectation(path[-1], rank, match.num_tokens, num_bytes)
+        tree.expected.add(expectation)
+        return expectation
+
+    def settle(self, expectation: Expectation) -> None:
+        """The request waits no more."""
+        self.tree.expected.settle(expectation)
 
     def begin(self, row: int, match: PrefixMatch, salt: Salt = None) -> bool:
         """Give an empty row the cached prefix of `match`: lock its nodes, own a copy of a partial block.
@@ -247,6 +280,8 @@ class HybridBlockManager:
             self._prompt_tail[row] = end + page_tokens if num_computed > end else -1
             if complete:
                 self._add_resume_point(row, complete, since=end)
+                tree = self.tree
+                tree.pass_by([node for node in self.nodes[row, : complete - 1].tolist() if node in tree.resume_points])
 
     def end_step(self) -> None:
         """The step has run: its copies are done and its pending blocks have their contents."""

@@ -15,6 +15,12 @@ A *resume point* sits at the end of a node and holds the windowed pages that a r
 there. Resume points are what ages and is evicted, always with all their pages: part of a window is
 dead weight. When a node's last reason to exist goes, it goes with its pages, and so do the ancestors
 that only led to it.
+
+With `keep_spare`, a windowed page that loses its last reference or hold is *spare*: still in the tree, and
+the first to go when memory is wanted. So idle memory serves prefixes that no resume point covers.
+
+A resume point that a waiting request *expects* to start from goes after all others; of those, the one whose
+request will run last.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lamella.kv_cache.arena import NULL_PAGE
+from lamella.kv_cache.expectations import Expectations
 from lamella.kv_cache.spec import KVCacheSpec, ceil_div
 
 NO_NODE = -1
@@ -51,10 +58,16 @@ class PrefixTree:
     """Nodes as rows of arrays. Calls `free_page(group, page)` for each page that is let go."""
 
     def __init__(
-        self, specs: tuple[KVCacheSpec, ...], *, page_tokens: int, free_page: Callable[[int, int], None]
+        self,
+        specs: tuple[KVCacheSpec, ...],
+        *,
+        page_tokens: int,
+        free_page: Callable[[int, int], None],
+        keep_spare: bool = False,
     ) -> None:
         self.specs = specs
         self.page_tokens = page_tokens
+        self.keep_spare = keep_spare
         self._free_page = free_page
         self.full_groups = [group for group, spec in enumerate(specs) if not spec.is_windowed]
         self.windowed_groups = [group for group, spec in enumerate(specs) if spec.is_windowed]
@@ -72,6 +85,8 @@ class PrefixTree:
         self.pending: set[int] = set()
         # Resume points by the node they end at, oldest use first -> the (group, node) pages they hold.
         self.resume_points: OrderedDict[int, list[tuple[int, int]]] = OrderedDict()
+        self.spare: OrderedDict[tuple[int, int], None] = OrderedDict()  # (group, node), oldest first
+        self.expected = Expectations()
 
     def _allocate_rows(self, capacity: int) -> None:
         num_groups = len(self.specs)
@@ -208,6 +223,7 @@ class PrefixTree:
         page = int(self.page[group, node])
         assert page != NULL_PAGE, "only a live page can be locked"
         self.refs[group, node] += 1
+        self.spare.pop((group, node), None)
         return page
 
     def unlock(self, group: int, node: int) -> None:
@@ -215,7 +231,7 @@ class PrefixTree:
         self.refs[group, node] -= 1
         assert self.refs[group, node] >= 0, "unlock without lock"
         if self.refs[group, node] == 0:
-            self._drop_unkept_window_page(group, node)
+            self._release_window_page(group, node)
             self.prune(node)
 
     def pin(self, node: int) -> None:
@@ -227,13 +243,21 @@ class PrefixTree:
         assert self.pins[node] >= 0, "unpin without pin"
         self.prune(node)
 
-    def _drop_unkept_window_page(self, group: int, node: int) -> None:
+    def _release_window_page(self, group: int, node: int) -> None:
+        """A windowed page that nothing keeps is spare, or free."""
         if self.specs[group].is_windowed and not self.refs[group, node] and not self.holds[group, node]:
-            page = int(self.page[group, node])
-            if page != NULL_PAGE:
-                self.page[group, node] = NULL_PAGE
-                self.num_tombstones += 1
-                self._free_page(group, page)
+            if self.page[group, node] == NULL_PAGE:
+                return
+            if self.keep_spare and node not in self.pending:
+                self.spare[group, node] = None
+            else:
+                self._drop_window_page(group, node)
+
+    def _drop_window_page(self, group: int, node: int) -> None:
+        page = int(self.page[group, node])
+        self.page[group, node] = NULL_PAGE
+        self.num_tombstones += 1
+        self._free_page(group, page)
 
     def prune(self, node: int) -> None:
         """Remove the node if it has no reason to exist, then its ancestors likewise."""
@@ -244,6 +268,7 @@ class PrefixTree:
                 page = int(self.page[group, node])
                 if page != NULL_PAGE:
                     self.page[group, node] = NULL_PAGE
+                    self.spare.pop((group, node), None)
                     self._free_page(group, page)
             parent, tokens = self._key.pop(node)
             del self._children[parent, tokens]
@@ -274,16 +299,16 @@ class PrefixTree:
         for group, held in window_nodes:
             assert self.page[group, held] != NULL_PAGE, "a resume point holds live pages only"
             self.holds[group, held] += 1
+            self.spare.pop((group, held), None)
         previous = self.resume_points.pop(node, None)
         self.resume_points[node] = window_nodes
         if previous:
             self._let_go(previous)
 
     def drop_resume_point(self, node: int) -> None:
-        """Give up the resume point at `node`, if there is one."""
-        held = self.resume_points.pop(node, None)
-        if held is not None:
-            self._let_go(held)
+        """Give up the resume point at `node`, if there is one and no waiting request expects it."""
+        if node in self.resume_points and node not in self.expected:
+            self._let_go(self.resume_points.pop(node))
             self.prune(node)
 
     def touch(self, node: int) -> None:
@@ -291,33 +316,46 @@ class PrefixTree:
         if node in self.resume_points:
             self.resume_points.move_to_end(node)
 
-    def evict_one(self) -> bool:
-        """Give up one resume point that keeps memory from use; False: there is none.
+    def pass_by(self, nodes: list[int]) -> None:
+        """A prompt led on from `nodes`, and its end is kept: resume points there from which nothing else leads
+        on are the first to go."""
+        for node in nodes:
+            if node in self.resume_points and self.num_children[node] == 1:
+                self.resume_points.move_to_end(node, last=False)
 
-        Those that were passed go first: what led on from there went one way only, and its end is kept too,
-        so little is lost. Then the least recently used. Without windowed groups every block end is a place
-        to resume, so there only the last block goes and the resume point moves up to its parent with its age.
+    def evict_one(self) -> bool:
+        """Let go the spare page or else the resume point that is worth least; False: nothing keeps memory from use.
+
+        Spare pages go first, then resume points: passed ones, the least recently used, and at last those that
+        are expected. Without windowed groups every block end is a place to resume, so there only the last block
+        goes and the resume point moves up to its parent with its age.
         """
-        chosen = NO_NODE
-        for node, held in self.resume_points.items():
-            if not self._keeps_memory(node, held):
-                continue
-            if self.num_children[node] == 1:
-                chosen = node
-                break
-            if chosen == NO_NODE:
-                chosen = node
+        if self.spare:
+            (group, node), _ = self.spare.popitem(last=False)
+            self._drop_window_page(group, node)
+            return True
+        chosen = self._least_worth()
         if chosen == NO_NODE:
             return False
+        self.expected.disappoint(chosen)
         held = self.resume_points.pop(chosen)
         parent = int(self.parent[chosen])
         if not self.windowed_groups and parent in self._key and parent not in self.resume_points:
             self.resume_points[parent] = []
             self.resume_points.move_to_end(parent, last=False)
-        self._let_go(held)
+        self._let_go(held, spare=False)
         self.prune(chosen)
         self.num_evicted_resume_points += 1
         return True
+
+    def _least_worth(self) -> int:
+        for node, held in self.resume_points.items():
+            if node not in self.expected and self._keeps_memory(node, held):
+                return node
+        for node in self.expected.last_to_run():
+            if self._keeps_memory(node, self.resume_points[node]):
+                return node
+        return NO_NODE
 
     def _keeps_memory(self, node: int, held: list[tuple[int, int]]) -> bool:
         """Whether the resume point, alone or with others, is why an unused page is not free."""
@@ -325,7 +363,10 @@ class PrefixTree:
             return True
         return any(not self.refs[group, page_node] for group, page_node in held)
 
-    def _let_go(self, held: list[tuple[int, int]]) -> None:
+    def _let_go(self, held: list[tuple[int, int]], *, spare: bool = True) -> None:
         for group, node in held:
             self.holds[group, node] -= 1
-            self._drop_unkept_window_page(group, node)
+            if spare:
+                self._release_window_page(group, node)
+            elif not self.refs[group, node] and not self.holds[group, node]:
+                self._drop_window_page(group, node)

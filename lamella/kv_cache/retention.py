@@ -23,11 +23,13 @@ class RetentionPolicy:
     "none"   nothing: sliding layers' prefixes are shared between running requests only
 
     grid_tokens: with "tails", also every so many tokens (rounded up to blocks); None: no grid.
+    spare: with "tails" and "all", sliding pages that nothing keeps stay cached until memory is wanted.
     Without sliding layers every block end is a place to resume and the policies do not differ.
     """
 
     name: str = "tails"
     grid_tokens: int | None = None
+    spare: bool = True
 
     def __post_init__(self) -> None:
         if self.name not in RETENTION_POLICIES:
@@ -42,6 +44,10 @@ class RetentionPolicy:
     @property
     def keeps_ends(self) -> bool:
         return self.name != "none"
+
+    @property
+    def keeps_spare(self) -> bool:
+        return self.spare and self.keeps_ends
 
     def keeps_block_end(self, end: int, page_tokens: int) -> bool:
         """Whether the block end at position `end` is kept for itself, whatever ends or parts there."""

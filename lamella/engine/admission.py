@@ -1,0 +1,115 @@
+"""Whether a waiting request should start now: does it fit, and is it worth what it drives out of the cache?"""
+
+from __future__ import annotations
+
+import sys
+
+from lamella.engine.request import Request
+from lamella.engine.request_rows import RequestRows
+from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.prefix_tree import PrefixMatch
+from lamella.kv_cache.sizing import request_pages
+from lamella.kv_cache.spec import ceil_div
+
+# A chunk's sliding KV is needed for one step only. More than this share of the arena for it would evict
+# cached prefixes that are worth more than a larger chunk.
+MAX_TRANSIENT_SHARE = 1 / 8
+# What a step costs whatever runs in it, in prompt tokens that could be computed meanwhile.
+STEP_COST_TOKENS = 512
+# What is taken for the mean output length before requests have finished, and how many it counts for.
+PRIOR_OUTPUT_TOKENS = 128
+PRIOR_REQUESTS = 8
+
+
+def most_prefill_tokens(manager: HybridBlockManager) -> int:
+    """Most prompt tokens that one step computes, for the sake of the sliding KV that they hold meanwhile."""
+    layout, windowed_groups = manager.layout, manager.tree.windowed_groups
+    if not windowed_groups:
+        return sys.maxsize
+    block_bytes = sum(layout.groups[group].page_bytes for group in windowed_groups)
+    return max(1, int(_arena_bytes(manager) * MAX_TRANSIENT_SHARE) // block_bytes) * layout.page_tokens
+
+
+def _arena_bytes(manager: HybridBlockManager) -> int:
+    return (manager.arena.num_slabs - 1) * manager.layout.slab_bytes
+
+
+class Admission:
+    def __init__(self, manager: HybridBlockManager, rows: RequestRows) -> None:
+        self._manager = manager
+        self._rows = rows
+        self._num_finished = PRIOR_REQUESTS
+        self._num_output_tokens = PRIOR_REQUESTS * PRIOR_OUTPUT_TOKENS
+
+    def note_finished(self, request: Request) -> None:
+        """A running request ended; how long its output was tells what to expect of others."""
+        self._num_finished += 1
+        self._num_output_tokens += len(request.token_ids) - request.num_prompt_tokens
+
+    def has_room(self, request: Request, match: PrefixMatch, running: list[int], num_waiting: int) -> bool:
+        """Whether the whole prompt fits beside what runs and what running prefills still need, and without
+        evicting what other waiting requests expect, if that is worth more.
+
+        Counts every group at the most that the request can hold with small chunks, so an admitted prompt is
+        not preempted halfway for want of memory that could be foreseen. What a chunk holds of a window for
+        the time of a step is no claim: the chunk is cut to what there is.
+        """
+        manager = self._manager
+        groups = manager.layout.groups
+        pages = [
+            owned + more
+            for owned, more in zip(manager.num_owned, self._wanted_pages(request, match, running), strict=True)
+        ]
+        quota = manager.arena.slab_quota
+        if quota is not None:
+            limits = [slabs * group.pages_per_slab for slabs, group in zip(quota, groups, strict=True)]
+            fits = all(count <= limit for count, limit in zip(pages, limits, strict=True))
+            has_spare_room = False
+        else:
+            num_bytes = sum(count * group.page_bytes for count, group in zip(pages, groups, strict=True))
+            fits = num_bytes <= _arena_bytes(manager)
+            has_spare_room = num_bytes + self._expected_bytes_of_others(match) <= _arena_bytes(manager)
+        return fits and (has_spare_room or not self._should_wait(match, len(running), num_waiting))
+
+    def _wanted_pages(self, request: Request, match: PrefixMatch, running: list[int]) -> list[int]:
+        """Pages per group that the request, and prefills that run, have yet to take."""
+        manager, rows = self._manager, self._rows
+        page_tokens = manager.page_tokens
+        wanted = list(
+            request_pages(
+                manager.layout,
+                max_model_len=len(request.token_ids) + 1,
+                chunk_tokens=page_tokens,
+                interval_tokens=manager.interval_tokens,
+            )
+        )
+        prefills = [row for row in running if rows.num_tokens[row] - rows.num_computed[row] > 1]
+        for group in manager.tree.full_groups:
+            for row in prefills:
+                whole = ceil_div(int(rows.num_tokens[row]) + 1, page_tokens)
+                wanted[group] += whole - int(manager.num_blocks[row])
+            if match.path:  # pages that others hold already cost nothing
+                wanted[group] -= int((manager.tree.refs[group, match.path] > 0).sum())
+        return wanted
+
+    def _expected_bytes_of_others(self, match: PrefixMatch) -> int:
+        expected = self._manager.tree.expected
+        own = match.tail_node if match.tail_node in expected else match.path[-1] if match.path else -1
+        return expected.num_bytes - expected.num_bytes_at(own)
+
+    def _should_wait(self, match: PrefixMatch, num_running: int, num_waiting: int) -> bool:
+        """Whether one running request more is worth less than the prefixes that it would evict.
+
+        Let r requests run and q wait, w of which find their prefix of V tokens. A slot less costs a share
+        1/r^2 of an output's steps; it keeps one prefix more for q waiting requests, of which the q - w that
+        have none now would come to find theirs in turn: a share (q - w)/q^2 of V tokens. At few running or
+        many waiting requests prefixes are lost before their turn comes, and nothing is held back.
+        """
+        expected = self._manager.tree.expected
+        if not len(expected):
+            return False
+        num_output_tokens = self._num_output_tokens / self._num_finished
+        num_lost_tokens = expected.num_tokens / len(expected)
+        num_missing = max(1, num_waiting - expected.num_requests)
+        gain = num_lost_tokens * num_missing * num_running**2
+        return gain > STEP_COST_TOKENS * num_output_tokens * num_waiting**2
