@@ -77,7 +77,7 @@ class Driver:
         self._num_running.append(len(self.scheduler.running))
         self._num_computed_tokens += len(plan.token_ids)
         self._memory.take()
-        for row in self.scheduler._scheduled.tolist():
+        for row in self.scheduler.scheduled_rows.tolist():
             arrival = self._arrival_step.pop(self.scheduler.rows.request(row).request_id, None)
             if arrival is not None:
                 self._wait_steps.append(len(self._host_seconds) - arrival)
@@ -86,7 +86,7 @@ class Driver:
         """Each sampled row's next output token, as given."""
         rows = self.scheduler.rows
         sampled = np.zeros(len(plan.sample_requests), dtype=np.int64)
-        for index, row in enumerate(self.scheduler._scheduled[plan.sample_requests].tolist()):
+        for index, row in enumerate(self.scheduler.scheduled_rows[plan.sample_requests].tolist()):
             request = rows.request(row)
             sampled[index] = self._outputs[request.request_id][int(rows.num_tokens[row]) - request.num_prompt_tokens]
         return StepResult(token_ids=sampled, logprobs={})
