@@ -14,8 +14,8 @@ _CELL_COLUMNS = ("workload", "layout", "system", "interval", "runs")
 
 
 def decode_report(results: Sequence[Result]) -> str:
-    """p50 and min are over the steps of a run, median and least over runs. Of the interval's columns, which say what
-    memory it costs, the times are left out: they are the same runs'."""
+    """p50, min and mean are over the decode steps of a run, median and least over runs. Of memory, the mean is that of
+    the decode steps and the peak that of the whole run, the chunks of the prefills included."""
     columns = (
         *_CELL_COLUMNS, "p50 µs, median", "p50 µs, least", "min µs, median", "min µs, least", "mean µs, median",
         *INTERVAL_COLUMNS[2:],
