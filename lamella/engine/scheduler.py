@@ -82,6 +82,11 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self.queue or self.running)
 
+    @property
+    def scheduled_rows(self) -> np.ndarray:
+        """Rows of the last planned step, int64 [num_requests], in the plan's order. Not to be written."""
+        return self._scheduled
+
     def counters(self) -> SchedulerCounters:
         return SchedulerCounters(
             self._num_prompt_tokens,

@@ -112,7 +112,7 @@ class Simulation:
             self.scheduler.roll_back()
         else:
             contexts = []
-            for row in self.scheduler._scheduled.tolist():
+            for row in self.scheduler.scheduled_rows.tolist():
                 request = self.scheduler.rows.request(row)
                 tokens = self.scheduler.rows.tokens[row, : self.scheduler.rows.num_tokens[row]].tolist()
                 contexts.append((request.salt, tokens))

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from lamella.benchmark.kv_replay.closed_loop import ClosedLoop
-from lamella.benchmark.kv_replay.results import Measurements, median
+from lamella.benchmark.kv_replay.results import Measurements, PromptCost, median
 from lamella.benchmark.kv_replay.traces import TraceRequest, token_ids
 from lamella.engine.request import Request
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduler import Scheduler
-from lamella.errors import InvariantError
+from lamella.errors import CapacityError, InvariantError
 from lamella.model_executor.step_plan import StepPlan, StepResult
 
 MAX_IDLE_STEPS = 8
+PROMPT_OUTPUT_TOKENS = 2  # so that the step that takes a prompt in does not also end its request
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -27,17 +28,20 @@ class Driver:
         self.scheduler = scheduler
         self._outputs: dict[str, np.ndarray] = {}
         self._arrival_step: dict[str, int] = {}
-        self._host_seconds: list[float] = []
+        self.add_seconds: list[float] = []  # per request
+        self.step_seconds: list[tuple[float, float]] = []  # schedule and update, per step
         self._num_running: list[int] = []
         self._wait_steps: list[int] = []
-        self._num_computed_tokens = self._num_first_decodes = 0
+        self.num_computed_tokens = 0
+        self._num_first_decodes = 0
         self._budget_bytes = budget_bytes
         self._memory = _MemoryNotes(scheduler, budget_bytes)
 
     def add(self, request_id: str, prompt: np.ndarray, output: np.ndarray) -> None:
         """prompt, output: int32. The request ends when it has been given all of `output`, whatever the ids."""
         self._outputs[request_id] = output
-        self._arrival_step[request_id] = len(self._host_seconds)
+        self._arrival_step[request_id] = len(self.step_seconds)
+        start = time.perf_counter()
         request = Request(
             request_id=request_id,
             sample_index=0,
@@ -51,6 +55,7 @@ class Driver:
             arrival_time=0.0,
         )
         self.scheduler.add(request)
+        self.add_seconds.append(time.perf_counter() - start)
 
     def step(self) -> list[str]:
         """One step; the ids of the requests that it finished."""
@@ -68,45 +73,46 @@ class Driver:
         start = time.perf_counter()
         new_tokens = self.scheduler.update(result)
         finished = [new.request.request_id for new in new_tokens if new.request.is_finished]
-        self._host_seconds.append(seconds + time.perf_counter() - start)
+        self.step_seconds.append((seconds, time.perf_counter() - start))
         for request_id in finished:
             self._num_first_decodes += len(self._outputs.pop(request_id)) - 1
         return finished
 
     def _note(self, plan: StepPlan) -> None:
         self._num_running.append(len(self.scheduler.running))
-        self._num_computed_tokens += len(plan.token_ids)
+        self.num_computed_tokens += len(plan.token_ids)
         self._memory.take()
-        for row in self.scheduler._scheduled.tolist():
+        for row in self.scheduler.scheduled_rows.tolist():
             arrival = self._arrival_step.pop(self.scheduler.rows.request(row).request_id, None)
             if arrival is not None:
-                self._wait_steps.append(len(self._host_seconds) - arrival)
+                self._wait_steps.append(len(self.step_seconds) - arrival)
 
     def _execute(self, plan: StepPlan) -> StepResult:
         """Each sampled row's next output token, as given."""
         rows = self.scheduler.rows
         sampled = np.zeros(len(plan.sample_requests), dtype=np.int64)
-        for index, row in enumerate(self.scheduler._scheduled[plan.sample_requests].tolist()):
+        for index, row in enumerate(self.scheduler.scheduled_rows[plan.sample_requests].tolist()):
             request = rows.request(row)
             sampled[index] = self._outputs[request.request_id][int(rows.num_tokens[row]) - request.num_prompt_tokens]
         return StepResult(token_ids=sampled, logprobs={})
 
     def forget_steps(self) -> None:
         """The steps up to here were preparation: times, the batch's size and memory averages begin anew."""
-        self._host_seconds.clear()
+        self.step_seconds.clear()
         self._num_running.clear()
         self._memory = _MemoryNotes(self.scheduler, self._budget_bytes)
 
     def measurements(self) -> Measurements:
         counters = self.scheduler.counters()
-        host_us = [1e6 * seconds for seconds in self._host_seconds]
+        host_us = [1e6 * sum(seconds) for seconds in self.step_seconds]
         num_decoding = sum(
             int(self.scheduler.rows.num_tokens[row] - self.scheduler.rows.num_prompt_tokens[row]) - 1
             for row in self.scheduler.running
         )
         return Measurements(
+            num_prompt_tokens=counters.num_prompt_tokens,
             hit_share=counters.num_cached_tokens / max(1, counters.num_prompt_tokens),
-            prefill_tokens_computed=self._num_computed_tokens - self._num_first_decodes - num_decoding,
+            prefill_tokens_computed=self.num_computed_tokens - self._num_first_decodes - num_decoding,
             steps=len(host_us),
             mean_running=sum(self._num_running) / max(1, len(self._num_running)),
             max_running=max(self._num_running, default=0),
@@ -114,11 +120,14 @@ class Driver:
             host_us_per_step_p50=median(host_us),
             host_us_per_step_min=min(host_us, default=0.0),
             host_us_per_step_mean=sum(host_us) / max(1, len(host_us)),
+            add_us_p50=median([1e6 * seconds for seconds in self.add_seconds]),
             wait_steps_p50=median([float(steps) for steps in self._wait_steps]),
             wait_steps_max=max(self._wait_steps, default=0),
             chunk_tokens=self.scheduler.chunk_tokens,
+            used_interval_tokens=self.scheduler.manager.interval_tokens,
             peak_bytes=self._memory.peak_bytes(),
             unusable_bytes_share=self._memory.unusable_bytes_share,
+            windowed_bytes_mean=self._memory.windowed_bytes_mean,
             windowed_held_over_ideal=self._memory.windowed_held_over_ideal,
         )
 
@@ -157,6 +166,10 @@ class _MemoryNotes:
     @property
     def unusable_bytes_share(self) -> float:
         return self._unusable_bytes / max(1, self._num_steps) / self._budget_bytes
+
+    @property
+    def windowed_bytes_mean(self) -> float:
+        return self._windowed_bytes / max(1, self._num_steps)
 
     @property
     def windowed_held_over_ideal(self) -> float | None:
@@ -201,6 +214,31 @@ def decode_only(
     for _ in range(num_steps):
         driver.step()
     return driver.measurements()
+
+
+def prompt_cost(scheduler: Scheduler, *, num_prompt_tokens: int, num_prompts: int, budget_bytes: int) -> PromptCost:
+    """Each of `num_prompts` different prompts alone in the scheduler, from `add` to the `update` of the one step that
+    computes all of it: match, begin, grow and commit with all that goes with them.
+
+    Raises CapacityError where a prompt is not computed whole, in one step.
+    """
+    driver = Driver(scheduler, budget_bytes=budget_bytes)
+    rng = np.random.default_rng(0)
+    seconds: list[tuple[float, float, float]] = []
+    for index in range(num_prompts):
+        prompt = rng.integers(0, 200_000, num_prompt_tokens, dtype=np.int32)
+        driver.add(f"r{index}", prompt, np.zeros(PROMPT_OUTPUT_TOKENS, dtype=np.int32))
+        num_before = driver.num_computed_tokens
+        driver.step()
+        seconds.append((driver.add_seconds[-1], *driver.step_seconds[-1]))
+        num_computed = driver.num_computed_tokens - num_before
+        if num_computed != num_prompt_tokens:
+            raise CapacityError(
+                f"{num_computed} of a prompt's {num_prompt_tokens} tokens were computed in its first step: the "
+                "memory does not allow a larger chunk; use shorter prompts"
+            )
+        driver.step()
+    return PromptCost.of(seconds)
 
 
 def decode_prompts(num_requests: int, context_tokens: int, num_steps: int) -> list[tuple[np.ndarray, np.ndarray]]:

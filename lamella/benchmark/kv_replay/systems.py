@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from lamella.engine.scheduler import Scheduler
 from lamella.errors import ConfigError
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import build_layout, without_sliding
 from lamella.kv_cache.sizing import size_pool
-from lamella.kv_cache.spec import KVCacheSpec
+from lamella.kv_cache.spec import KVCacheSpec, ceil_div
 from lamella.kv_cache.split import split_pools
 
 
@@ -29,6 +30,19 @@ class Limits:
     max_num_batched_tokens: int = 8192
     interval_tokens: int | None = None
     policy: str = "fcfs"
+
+    @property
+    def eviction_tokens(self) -> int:
+        return self.interval_tokens or self.page_tokens
+
+    def whole_pages(self, num_tokens: int) -> int:
+        """num_tokens, rounded up."""
+        return ceil_div(num_tokens, self.page_tokens) * self.page_tokens
+
+
+class Labels(TypedDict):
+    policy: str
+    interval_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +59,16 @@ class System:
     @property
     def name(self) -> str:
         return self.kind if self.value is None else f"{self.kind}:{self.value:g}"
+
+    def variants(self, variants: Sequence[Limits]) -> Sequence[Limits]:
+        """Those of `variants` that make a difference to this system: policies and intervals are lamella's."""
+        return variants[:1] if self.is_vllm else variants
+
+    def labels(self, limits: Limits) -> Labels:
+        """What a cell says of `limits`: vLLM is first come, first served whatever they say."""
+        if self.is_vllm:
+            return {"policy": "fcfs", "interval_tokens": None}
+        return {"policy": limits.policy, "interval_tokens": limits.eviction_tokens}
 
 
 def parse_system(text: str) -> System:
@@ -74,7 +98,7 @@ def build_scheduler(
     """
     stored = without_sliding(specs) if system.kind == "hybrid-off" else list(specs)
     layout = build_layout(stored, page_tokens=limits.page_tokens)
-    interval_tokens = limits.interval_tokens or limits.page_tokens
+    interval_tokens = limits.eviction_tokens
     slab_quota = None
     if system.kind == "split":
         pools = split_pools(

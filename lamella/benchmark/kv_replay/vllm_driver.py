@@ -141,7 +141,9 @@ class Driver:
         self.arrival_step = {}
         self.num_preemptions = self.num_prompt_tokens = self.num_cached_tokens = 0
         self.num_computed_tokens = self.num_first_decodes = 0
-        self.host_seconds, self.num_running, self.wait_steps = [], [], []
+        self.add_seconds = []  # per request
+        self.step_seconds = []  # schedule and update, per step
+        self.num_running, self.wait_steps = [], []
         self.windowed_bytes = self.ideal_bytes = 0
         groups = self.scheduler.kv_cache_config.kv_cache_groups
         # One pool: a block is equally large whichever group it serves, and the budget is cut into blocks.
@@ -151,16 +153,18 @@ class Driver:
 
     def add(self, request_id, prompt, output):
         self.outputs[request_id] = output
-        self.arrival_step[request_id] = len(self.host_seconds)
+        self.arrival_step[request_id] = len(self.step_seconds)
+        start = time.perf_counter()
         self.scheduler.add_request(
             Request(
                 request_id=request_id,
                 prompt_token_ids=prompt,
                 sampling_params=SamplingParams(max_tokens=len(output), ignore_eos=True, temperature=0.0),
                 pooling_params=None,
-                block_hasher=self.block_hasher,
+                block_hasher=self.block_hasher,  # hashes the prompt now
             )
         )
+        self.add_seconds.append(time.perf_counter() - start)
 
     def step(self):
         """One step; the ids of the requests that it finished."""
@@ -177,7 +181,7 @@ class Driver:
         finished = [
             one.request_id for group in outputs.values() for one in group.outputs if one.finish_reason is not None
         ]
-        self.host_seconds.append(seconds + time.perf_counter() - start)
+        self.step_seconds.append((seconds, time.perf_counter() - start))
         for request_id in finished:
             self.num_first_decodes += len(self.outputs.pop(request_id)) - 1
         return finished
@@ -190,10 +194,10 @@ class Driver:
             arrival = self.arrival_step.pop(request_id, None)
             if arrival is not None:
                 request = requests[request_id]
-                self.wait_steps.append(len(self.host_seconds) - arrival)
+                self.wait_steps.append(len(self.step_seconds) - arrival)
                 self.num_prompt_tokens += request.num_prompt_tokens
                 self.num_cached_tokens += request.num_computed_tokens - num_new  # schedule() has advanced it
-        if self.job.get("decode_only") is None:
+        if "turns" in self.job:
             self.note_memory(plan)
 
     def note_memory(self, plan):
@@ -230,12 +234,14 @@ class Driver:
         )
 
     def measurements(self):
-        host_us = [1e6 * seconds for seconds in self.host_seconds]
+        host_us = [1e6 * sum(seconds) for seconds in self.step_seconds]
         num_decoding = sum(max(0, request.num_output_tokens - 1) for request in self.scheduler.running)
+        knows_memory = "turns" in self.job
         peak_bytes = {}
         for index, (count, window) in enumerate(zip(self.peak_blocks, self.windows, strict=True)):
             peak_bytes[f"{'full' if window is None else f'sliding_{window}'}.{index}"] = count * self.block_bytes
         return {
+            "num_prompt_tokens": self.num_prompt_tokens,
             "hit_share": self.num_cached_tokens / max(1, self.num_prompt_tokens),
             "prefill_tokens_computed": self.num_computed_tokens - self.num_first_decodes - num_decoding,
             "steps": len(host_us),
@@ -245,11 +251,14 @@ class Driver:
             "host_us_per_step_p50": statistics.median(host_us) if host_us else 0.0,
             "host_us_per_step_min": min(host_us, default=0.0),
             "host_us_per_step_mean": sum(host_us) / max(1, len(host_us)),
+            "add_us_p50": 1e6 * statistics.median(self.add_seconds),
             "wait_steps_p50": statistics.median(self.wait_steps) if self.wait_steps else 0.0,
             "wait_steps_max": max(self.wait_steps, default=0),
             "chunk_tokens": self.chunk_tokens,
-            "peak_bytes": peak_bytes,
+            "used_interval_tokens": None,
+            "peak_bytes": peak_bytes if knows_memory else {},
             "unusable_bytes_share": None,
+            "windowed_bytes_mean": self.windowed_bytes / max(1, len(host_us)) if knows_memory else None,
             "windowed_held_over_ideal": self.windowed_bytes / self.ideal_bytes if self.ideal_bytes else None,
         }
 
@@ -282,17 +291,37 @@ def decode_only(job):
     driver = Driver(job)
     rng = np.random.default_rng(0)
     for index in range(sizes["num_requests"]):
-        prompt = rng.integers(0, 200_000, sizes["context_tokens"]).tolist()
-        driver.add(f"r{index}", prompt, rng.integers(0, 200_000, sizes["num_output_tokens"]).tolist())
+        prompt, output = (
+            rng.integers(0, 200_000, sizes[name], dtype=np.int32).tolist()
+            for name in ("context_tokens", "num_output_tokens")
+        )
+        driver.add(f"r{index}", prompt, output)
     running = driver.scheduler.running
     while len(running) < sizes["num_requests"] or not all(request.num_output_tokens for request in running):
         driver.step()
         running = driver.scheduler.running
-    driver.host_seconds.clear()
+    driver.step_seconds.clear()
     driver.num_running.clear()
     for _ in range(sizes["num_steps"]):
         driver.step()
     return driver.measurements()
+
+
+def prompt_cost(job):
+    sizes = job["prompt_cost"]
+    driver = Driver(job)
+    rng = np.random.default_rng(0)
+    seconds = []
+    for index in range(sizes["num_prompts"]):
+        prompt = rng.integers(0, 200_000, sizes["num_prompt_tokens"], dtype=np.int32).tolist()
+        driver.add(f"r{index}", prompt, [0] * sizes["num_output_tokens"])
+        num_before = driver.num_computed_tokens
+        driver.step()
+        seconds.append((driver.add_seconds[-1], *driver.step_seconds[-1]))
+        if driver.num_computed_tokens - num_before != len(prompt):
+            raise TooSmallError(f"a prompt's {len(prompt)} tokens were not computed in one step")
+        driver.step()
+    return {"prompt_seconds": seconds}
 
 
 def closed_loop():
@@ -308,7 +337,8 @@ def closed_loop():
 def main():
     job = json.loads(Path(sys.argv[1]).read_text())
     try:
-        answer = decode_only(job) if job.get("decode_only") else replay(job)
+        run = replay if "turns" in job else decode_only if "decode_only" in job else prompt_cost
+        answer = run(job)
     except TooSmallError as error:
         answer = {"refused": str(error)}
     Path(sys.argv[2]).write_text(json.dumps(answer))

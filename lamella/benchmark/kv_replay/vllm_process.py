@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lamella.benchmark.kv_replay.drive import decode_output_tokens
-from lamella.benchmark.kv_replay.results import Measurements, Refusal
+from lamella.benchmark.kv_replay.drive import PROMPT_OUTPUT_TOKENS, decode_output_tokens
+from lamella.benchmark.kv_replay.results import Measurements, Outcome, PromptCost, Refusal
 from lamella.benchmark.kv_replay.systems import Limits, System
 from lamella.benchmark.kv_replay.traces import TraceRequest, token_ids
 from lamella.errors import ConfigError, LamellaError
@@ -29,7 +29,7 @@ def replay(
     num_sessions: int,
     budget_bytes: int,
     max_model_len: int,
-) -> Measurements | Refusal:
+) -> Outcome:
     """The workload of `drive.replay`. Raises ConfigError without `python`."""
     turns = []
     for request in requests:
@@ -52,7 +52,7 @@ def decode_only(
     num_steps: int,
     budget_bytes: int,
     max_model_len: int,
-) -> Measurements | Refusal:
+) -> Outcome:
     """The workload of `drive.decode_only`; the driver draws its prompts itself."""
     decode = {
         "num_requests": num_requests,
@@ -61,6 +61,26 @@ def decode_only(
         "num_output_tokens": decode_output_tokens(num_requests, num_steps),
     }
     return _run(python, {**_job(system, specs, limits, budget_bytes, max_model_len), "decode_only": decode})
+
+
+def prompt_cost(
+    python: str | None,
+    system: System,
+    specs: Sequence[KVCacheSpec],
+    limits: Limits,
+    *,
+    num_prompt_tokens: int,
+    num_prompts: int,
+    budget_bytes: int,
+    max_model_len: int,
+) -> Outcome:
+    """The workload of `drive.prompt_cost`; the driver draws its prompts itself."""
+    sizes = {
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_prompts": num_prompts,
+        "num_output_tokens": PROMPT_OUTPUT_TOKENS,
+    }
+    return _run(python, {**_job(system, specs, limits, budget_bytes, max_model_len), "prompt_cost": sizes})
 
 
 def _job(
@@ -86,7 +106,7 @@ def _job(
     }
 
 
-def _run(python: str | None, job: dict[str, Any]) -> Measurements | Refusal:
+def _run(python: str | None, job: dict[str, Any]) -> Outcome:
     if python is None:
         raise ConfigError("system 'vllm' runs in another interpreter; give the one that has vLLM as vllm_python")
     with tempfile.TemporaryDirectory() as folder:
@@ -100,4 +120,8 @@ def _run(python: str | None, job: dict[str, Any]) -> Measurements | Refusal:
         if done.returncode or not answer_file.is_file():
             raise LamellaError(f"the vLLM driver failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")
         answer = json.loads(answer_file.read_text(encoding="utf-8"))
-    return Refusal(answer["refused"]) if "refused" in answer else Measurements(**answer)
+    if "refused" in answer:
+        return Refusal(answer["refused"])
+    if "prompt_seconds" in answer:
+        return PromptCost.of([tuple(seconds) for seconds in answer["prompt_seconds"]])
+    return Measurements(**answer)
