@@ -70,6 +70,10 @@ class HybridBlockManager:
         self.tables = np.full((self.num_groups, num_rows, max_blocks), NULL_PAGE, dtype=np.int64)
         self.nodes = np.full((num_rows, max_blocks), NO_NODE, dtype=np.int64)
         self.first_kept = np.zeros((self.num_groups, num_rows), dtype=np.int64)  # in blocks
+        # A new number when entries of the row's table or its first_kept change, new blocks excepted: those num_blocks
+        # tells. No two rows ever have the same, so that who keeps a copy of a table knows whether it is still right.
+        self.table_stamps = np.arange(self.num_groups * num_rows, dtype=np.int64).reshape(self.num_groups, num_rows)
+        self._next_stamp = self.table_stamps.size
         self.num_blocks = np.zeros(num_rows, dtype=np.int64)
         self.num_committed = np.zeros(num_rows, dtype=np.int64)  # in blocks
         self.num_settled = np.zeros(num_rows, dtype=np.int64)  # committed blocks whose contents are computed
@@ -99,6 +103,8 @@ class HybridBlockManager:
         frontier = match.path[-1] if match.path else tree.root(salt)
         tree.pin(frontier)
         self.frontier[row] = frontier
+        for group in range(self.num_groups):
+            self._stamp(group, row)
         num_whole = len(match.path)
         self.nodes[row, :num_whole] = match.path
         self.num_blocks[row] = self.num_committed[row] = self.num_settled[row] = num_whole
@@ -177,6 +183,7 @@ class HybridBlockManager:
             for block in range(kept, new_first):
                 self._release_block(group, row, block)
             self.first_kept[group, row] = max(kept, first // self.page_tokens)
+            self._stamp(group, row)
 
     def _extend(self, row: int, num_blocks: int) -> bool:
         """Own private pages for the blocks up to `num_blocks`, in every group, or in none."""
@@ -326,6 +333,7 @@ class HybridBlockManager:
             else:
                 self.arena.free(group, page)
                 self._count_owned(group, -int(tree.refs[group, node] != 0))
+                self._stamp(group, row)
             self.tables[group, row, block] = tree.lock(group, node)
 
     def _add_resume_point(self, row: int, last_block: int, *, since: int) -> None:
@@ -355,6 +363,7 @@ class HybridBlockManager:
         if page == NULL_PAGE:
             return
         self.tables[group, row, block] = NULL_PAGE
+        self._stamp(group, row)
         node = int(self.nodes[row, block])
         if node == NO_NODE:
             self.arena.free(group, page)
@@ -378,8 +387,14 @@ class HybridBlockManager:
         self.tree.unpin(frontier)
         self.nodes[row, :num_blocks] = NO_NODE
         self.first_kept[:, row] = 0
+        for group in range(self.num_groups):
+            self._stamp(group, row)
         self.num_blocks[row] = self.num_committed[row] = self.num_settled[row] = 0
         self._junction[row] = self._prompt_tail[row] = -1
+
+    def _stamp(self, group: int, row: int) -> None:
+        self.table_stamps[group, row] = self._next_stamp
+        self._next_stamp += 1
 
     # Reports
 
