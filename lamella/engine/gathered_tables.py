@@ -52,7 +52,7 @@ class _ArraySet:
         manager, count = self._manager, len(rows)
         num_blocks = manager.num_blocks[rows]
         first_kept = manager.first_kept.take(rows, axis=1)  # [num_groups, R]
-        for group, needed in enumerate((num_blocks - first_kept).max(axis=1).tolist()):
+        for group, needed in enumerate(np.maximum.reduce(num_blocks - first_kept, axis=1).tolist()):
             width = _roomy(needed)
             if self._tables[group].shape[1] != width:
                 self._tables[group] = np.empty((len(self._num_blocks), width), dtype=np.int64)
@@ -62,8 +62,11 @@ class _ArraySet:
         grown = (growth == 1).nonzero()[0]
         is_stale = (stamps != self._stamps[:, :count]) | (growth > 1)  # [num_groups, R]
         self._first_blocks[:, :count] = first_kept
-        for group in range(manager.num_groups):
-            self._append(group, rows, grown)
+        grown_rows, last_blocks = rows[grown], num_blocks[grown] - 1
+        for group, table in enumerate(self._tables):
+            # Where an index is stale as well, `_copy` overwrites it.
+            columns = last_blocks - first_kept[group, grown]
+            table[grown, columns] = manager.tables[group, grown_rows, last_blocks]
             self._copy(group, rows, is_stale[group].nonzero()[0])
         self._num_blocks[:count] = num_blocks
         self._stamps[:, :count] = stamps
@@ -72,21 +75,14 @@ class _ArraySet:
             for table, first in zip(self._tables, self._first_blocks, strict=True)
         ]
 
-    def _append(self, group: int, rows: np.ndarray, indices: np.ndarray) -> None:
-        """Write the last block of each of these indices. Those that are stale as well are copied after it."""
-        copied = rows[indices]
-        last = self._manager.num_blocks[copied] - 1
-        columns = last - self._first_blocks[group, indices]
-        self._tables[group][indices, columns] = self._manager.tables[group][copied, last]
-
     def _copy(self, group: int, rows: np.ndarray, indices: np.ndarray) -> None:
-        """Write the whole table of each of these indices."""
+        """Write the whole table of these indices (int64)."""
         if not len(indices):
             return
         source, target = self._manager.tables[group], self._tables[group]
         width, max_blocks = target.shape[1], source.shape[1]
         copied, first = rows[indices], self._first_blocks[group, indices]
-        if width <= max_blocks and not first.any():
+        if width <= max_blocks and not np.count_nonzero(first):
             target[indices] = source[copied, :width]
             return
         columns = first[:, None] + np.arange(width)
