@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from lamella.engine.request import NO_ROW, Request
 from lamella.model_executor.step_plan import SamplingBatch
+
+
+class _SampledRows(NamedTuple):
+    key: bytes  # of the array of rows
+    requests: list[Request]
+    num_prompt_tokens: np.ndarray  # int64 [S]
+    has_min_tokens: bool
+    sampling: SamplingBatch  # but for draw_index and banned_token_ids
 
 
 class RequestRows:
@@ -36,6 +46,8 @@ class RequestRows:
         self._end_token_counts: Counter[int] = Counter()
         self.end_token_ids = np.zeros(0, dtype=np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
+        # What depends only on which requests are in which rows, as of the last step; None after any came or went.
+        self._sampled: _SampledRows | None = None
 
     @property
     def has_free_row(self) -> bool:
@@ -55,6 +67,7 @@ class RequestRows:
         row = self._free_rows.pop()
         params = request.params
         self.requests[row] = request
+        self._sampled = None
         request.row = row
         self.tokens[row, : len(request.token_ids)] = request.token_ids
         self.num_tokens[row] = len(request.token_ids)
@@ -77,6 +90,7 @@ class RequestRows:
         request.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
         request.row = NO_ROW
         self.requests[row] = None
+        self._sampled = None
         self._free_rows.append(row)
         self._count_end_tokens(request, -1)
         return request
@@ -90,17 +104,37 @@ class RequestRows:
         if len(self._end_token_counts) != num_known:
             self.end_token_ids = np.array(list(self._end_token_counts), dtype=np.int64)
 
+    def requests_in(self, rows: np.ndarray) -> list[Request]:
+        """The requests in `rows` (int64 [S], none empty). The list is shared: not to be changed."""
+        return self._of(rows).requests
+
     def sampling_batch(self, rows: np.ndarray) -> SamplingBatch:
-        """How to sample the next token of each of `rows` (int64 [S])."""
-        draw_index = self.num_tokens[rows] - self.num_prompt_tokens[rows]
-        too_short = np.flatnonzero(draw_index < self.min_tokens[rows])
-        return SamplingBatch(
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            min_p=self.min_p[rows],
-            seeds=self.seeds[rows],
-            draw_index=draw_index,
-            num_logprobs=self.num_logprobs[rows],
-            banned_token_ids={int(i): self.request(int(rows[i])).banned_before_min_tokens for i in too_short},
-        )
+        """How to sample the next token of each of `rows` (int64 [S]). Steps share arrays: not to be written to."""
+        sampled = self._of(rows)
+        draw_index = self.num_tokens[rows] - sampled.num_prompt_tokens
+        banned = {}
+        if sampled.has_min_tokens:
+            for index in (draw_index < self.min_tokens[rows]).nonzero()[0].tolist():
+                banned[index] = sampled.requests[index].banned_before_min_tokens
+        return replace(sampled.sampling, draw_index=draw_index, banned_token_ids=banned)
+
+    def _of(self, rows: np.ndarray) -> _SampledRows:
+        key = rows.tobytes()
+        if self._sampled is None or self._sampled.key != key:
+            self._sampled = _SampledRows(
+                key=key,
+                requests=[self.request(row) for row in rows.tolist()],
+                num_prompt_tokens=self.num_prompt_tokens[rows],
+                has_min_tokens=bool(self.min_tokens[rows].any()),
+                sampling=SamplingBatch(
+                    temperature=self.temperature[rows],
+                    top_k=self.top_k[rows],
+                    top_p=self.top_p[rows],
+                    min_p=self.min_p[rows],
+                    seeds=self.seeds[rows],
+                    draw_index=rows,
+                    num_logprobs=self.num_logprobs[rows],
+                    banned_token_ids={},
+                ),
+            )
+        return self._sampled

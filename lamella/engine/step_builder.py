@@ -4,48 +4,48 @@ from __future__ import annotations
 
 import numpy as np
 
+from lamella.engine.gathered_tables import GatheredTables
 from lamella.engine.request_rows import RequestRows
-from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.model_executor.step_plan import GroupPlan, PageCopies, StepPlan
 
 
 def build_step_plan(
-    rows: RequestRows, manager: HybridBlockManager, scheduled: np.ndarray, num_new: np.ndarray
+    rows: RequestRows, manager: HybridBlockManager, tables: GatheredTables, scheduled: np.ndarray, num_new: np.ndarray
 ) -> StepPlan:
-    """scheduled: int64 [R] rows, those with one new token first; num_new: int64 [R] tokens each."""
+    """scheduled: int64 [R] rows, those with one new token first; num_new: int64 [R] tokens each.
+
+    tables: of `manager`. Its arrays are the plan's, so a plan holds until two more have been built.
+    """
+    num_requests, page_tokens = len(scheduled), manager.page_tokens
     num_computed = rows.num_computed[scheduled]
     seq_lens = num_computed + num_new
-    query_start = np.zeros(len(scheduled) + 1, dtype=np.int64)
-    np.cumsum(num_new, out=query_start[1:])
-    request_of_token = np.repeat(np.arange(len(scheduled)), num_new)
-    positions = np.arange(query_start[-1]) - (query_start[:-1] - num_computed)[request_of_token]
-    row_of_token = scheduled[request_of_token]
-    sample_requests = np.flatnonzero(seq_lens == rows.num_tokens[scheduled])
-    blocks = positions // manager.page_tokens
-    offsets = positions % manager.page_tokens
-    copies = manager.planned_copies()
+    num_tokens = int(num_new.sum())
+    if num_tokens == num_requests:  # pure decode
+        num_decodes = num_requests
+        query_start = np.arange(num_requests + 1)
+        positions, row_of_token = num_computed, scheduled
+    else:
+        num_decodes = int((num_new == 1).sum())
+        query_start = np.zeros(num_requests + 1, dtype=np.int64)
+        np.cumsum(num_new, out=query_start[1:])
+        request_of_token = np.repeat(np.arange(num_requests), num_new)
+        positions = np.arange(num_tokens) - (query_start[:-1] - num_computed)[request_of_token]
+        row_of_token = scheduled[request_of_token]
+    sample_requests = (seq_lens == rows.num_tokens[scheduled]).nonzero()[0]
+    blocks = positions // page_tokens
+    offsets = positions - blocks * page_tokens
     groups = []
-    for group in range(manager.num_groups):
-        table = manager.tables[group]
-        first_blocks = manager.first_kept[group, scheduled]
-        width = int((manager.num_blocks[scheduled] - first_blocks).max())
-        if first_blocks.any():
-            columns = first_blocks[:, None] + np.arange(width)
-            inside = columns < table.shape[1]
-            block_tables = table[scheduled[:, None], np.where(inside, columns, 0)]
-            block_tables[~inside] = NULL_PAGE
-        else:
-            block_tables = table[:, :width].take(scheduled, axis=0)
-        slot_mapping = table[row_of_token, blocks] * manager.page_tokens + offsets
-        source_pages, target_pages = copies[group]
+    gathered = zip(manager.tables, tables.gather(scheduled), manager.planned_copies(), strict=True)
+    for table, (block_tables, first_blocks), (source_pages, target_pages) in gathered:
+        slot_mapping = table[row_of_token, blocks] * page_tokens + offsets
         groups.append(GroupPlan(block_tables, first_blocks, slot_mapping, PageCopies(source_pages, target_pages)))
     return StepPlan(
         token_ids=rows.tokens[row_of_token, positions].astype(np.int64),
         positions=positions,
         query_start=query_start,
         seq_lens=seq_lens,
-        num_decodes=int((num_new == 1).sum()),
+        num_decodes=num_decodes,
         groups=tuple(groups),
         sample_requests=sample_requests,
         sampling=rows.sampling_batch(scheduled[sample_requests]),

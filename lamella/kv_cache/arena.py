@@ -45,9 +45,11 @@ class Arena:
             _check_quota(slab_quota, num_groups, num_slabs)
         self.slab_quota = slab_quota
         self._is_windowed = [group.spec.is_windowed for group in layout.groups]
+        self._pages_per_slab = [group.pages_per_slab for group in layout.groups]
         self.num_lent_slabs = [0] * num_groups
         self.slab_group = np.full(num_slabs, FREE, dtype=np.int16)
         self.slab_group[0] = RESERVED
+        self._slab_group_at = memoryview(self.slab_group)  # the same memory, one item at a time
         self.num_used = [0] * num_groups
         self._free_slabs = list(range(num_slabs - 1, 0, -1))
         self._free_pages: dict[int, list[int]] = {}  # lent slab -> its free page ids
@@ -67,8 +69,7 @@ class Arena:
 
     def num_allocatable(self, group: int) -> int:
         """Pages that `group` could take now."""
-        num_slabs, pages_per_slab = self.num_lendable_slabs(group), self.layout.groups[group].pages_per_slab
-        return self._num_partial_pages[group] + num_slabs * pages_per_slab
+        return self._num_partial_pages[group] + self.num_lendable_slabs(group) * self._pages_per_slab[group]
 
     def allocate(self, group: int, count: int, near_page: int = NULL_PAGE) -> list[int] | None:
         """Take `count` pages for `group`, all or none (None, and nothing changed).
@@ -83,14 +84,16 @@ class Arena:
         pages: list[int] = []
         if near_page != NULL_PAGE and self._is_windowed[group]:
             slab = near_page // self.layout.slab_units
-            if self.slab_group[slab] == group and self._free_pages[slab]:
+            if self._slab_group_at[slab] == group and self._free_pages[slab]:
+                self._unlist(group, slab)
                 self._take(group, slab, count, pages)
-        pages_per_slab = self.layout.groups[group].pages_per_slab
+        pages_per_slab = self._pages_per_slab[group]
         while len(pages) < count:
             missing = count - len(pages)
             partial = self._partial[group]
             if partial and not (missing >= pages_per_slab and self.num_lendable_slabs(group)):
                 slab = next(iter(partial[min(partial)]))
+                self._unlist(group, slab)
             else:
                 slab = self._lend_slab(group)
             self._take(group, slab, missing, pages)
@@ -100,13 +103,13 @@ class Arena:
     def free(self, group: int, page: int) -> None:
         """Give back a page that `allocate(group, ...)` returned. An emptied slab returns to the arena."""
         slab = page // self.layout.slab_units
-        if page == NULL_PAGE or self.slab_group[slab] != group or page in self._free_pages[slab]:
+        if page == NULL_PAGE or self._slab_group_at[slab] != group or page in self._free_pages[slab]:
             raise ValueError(f"page {page} is not in use by group {group}")
         free_pages = self._free_pages[slab]
         self._unlist(group, slab)
         free_pages.append(page)
         self.num_used[group] -= 1
-        if len(free_pages) == self.layout.groups[group].pages_per_slab:
+        if len(free_pages) == self._pages_per_slab[group]:
             self._return_slab(group, slab)
         else:
             self._list(group, slab)
@@ -158,7 +161,9 @@ class Arena:
         targets: list[int] = []
         while len(targets) < len(sources):
             partial = self._partial[group]
-            self._take(group, next(iter(partial[min(partial)])), len(sources) - len(targets), targets)
+            target_slab = next(iter(partial[min(partial)]))
+            self._unlist(group, target_slab)
+            self._take(group, target_slab, len(sources) - len(targets), targets)
         return [Move(group, source, target) for source, target in zip(sources, targets, strict=True)]
 
     def free_pages_of(self, group: int) -> set[int]:
@@ -166,24 +171,27 @@ class Arena:
         return {page for slab, pages in self._free_pages.items() if self.slab_group[slab] == group for page in pages}
 
     def _take(self, group: int, slab: int, most: int, into: list[int]) -> None:
+        """Move up to `most` free pages of an unlisted slab to `into`, and list the slab."""
         free_pages = self._free_pages[slab]
-        self._unlist(group, slab)
-        for _ in range(min(most, len(free_pages))):
+        if most == 1:
             into.append(free_pages.pop())
+        else:
+            into += free_pages[: -most - 1 : -1]
+            del free_pages[-most:]
         self._list(group, slab)
 
     def _lend_slab(self, group: int) -> int:
+        """A free slab for the group, unlisted."""
         slab = self._free_slabs.pop()
-        self.slab_group[slab] = group
-        self._free_pages[slab] = list(self._pages_of(group, slab)[::-1])
+        self._slab_group_at[slab] = group
+        self._free_pages[slab] = [*reversed(self._pages_of(group, slab))]
         self.num_lent_slabs[group] += 1
-        self._list(group, slab)
         return slab
 
     def _return_slab(self, group: int, slab: int) -> None:
         """An unlisted slab of which no page is in use any more becomes free."""
         del self._free_pages[slab]
-        self.slab_group[slab] = FREE
+        self._slab_group_at[slab] = FREE
         self.num_lent_slabs[group] -= 1
         self._free_slabs.append(slab)
 

@@ -97,6 +97,12 @@ class PrefixTree:
         self.page = np.full((num_groups, capacity), NULL_PAGE, dtype=np.int64)
         self.refs = np.zeros((num_groups, capacity), dtype=np.int64)
         self.holds = np.zeros((num_groups, capacity), dtype=np.int64)
+        # The same memory one item at a time: plain ints, several times faster than items of an array.
+        self._parent_at, self._end_at = memoryview(self.parent), memoryview(self.end)
+        self._num_children_at, self._pins_at = memoryview(self.num_children), memoryview(self.pins)
+        self._page_at = [memoryview(row) for row in self.page]
+        self._refs_at = [memoryview(row) for row in self.refs]
+        self._holds_at = [memoryview(row) for row in self.holds]
 
     def _grow_rows(self) -> None:
         old = (self.parent, self.end, self.num_children, self.pins, self.page, self.refs, self.holds)
@@ -199,9 +205,9 @@ class PrefixTree:
     def insert(self, parent: int, tokens: bytes) -> int:
         """A new node under `parent`, without pages. The caller gives it pages, references or a pin at once."""
         node = self._new_row()
-        self.parent[node] = parent
-        self.end[node] = self.end[parent] + len(tokens) // 4
-        self.num_children[parent] += 1
+        self._parent_at[node] = parent
+        self._end_at[node] = self._end_at[parent] + len(tokens) // 4
+        self._num_children_at[parent] += 1
         key = (parent, tokens)
         self._children[key] = node
         self._key[node] = key
@@ -220,33 +226,34 @@ class PrefixTree:
 
     def lock(self, group: int, node: int) -> int:
         """Add a reference to the node's page of `group` and return the page, which must exist."""
-        page = int(self.page[group, node])
+        page = self._page_at[group][node]
         assert page != NULL_PAGE, "only a live page can be locked"
-        self.refs[group, node] += 1
+        self._refs_at[group][node] += 1
         self.spare.pop((group, node), None)
         return page
 
     def unlock(self, group: int, node: int) -> None:
         """Drop one reference. A windowed page that nothing else keeps is freed; so is a node."""
-        self.refs[group, node] -= 1
-        assert self.refs[group, node] >= 0, "unlock without lock"
-        if self.refs[group, node] == 0:
+        refs = self._refs_at[group]
+        refs[node] -= 1
+        assert refs[node] >= 0, "unlock without lock"
+        if refs[node] == 0:
             self._release_window_page(group, node)
             self.prune(node)
 
     def pin(self, node: int) -> None:
         """Keep the node, as the place where a request will add its next block."""
-        self.pins[node] += 1
+        self._pins_at[node] += 1
 
     def unpin(self, node: int) -> None:
-        self.pins[node] -= 1
-        assert self.pins[node] >= 0, "unpin without pin"
+        self._pins_at[node] -= 1
+        assert self._pins_at[node] >= 0, "unpin without pin"
         self.prune(node)
 
     def _release_window_page(self, group: int, node: int) -> None:
         """A windowed page that nothing keeps is spare, or free."""
-        if self.specs[group].is_windowed and not self.refs[group, node] and not self.holds[group, node]:
-            if self.page[group, node] == NULL_PAGE:
+        if self.specs[group].is_windowed and not self._refs_at[group][node] and not self._holds_at[group][node]:
+            if self._page_at[group][node] == NULL_PAGE:
                 return
             if self.keep_spare and node not in self.pending:
                 self.spare[group, node] = None
@@ -254,20 +261,23 @@ class PrefixTree:
                 self._drop_window_page(group, node)
 
     def _drop_window_page(self, group: int, node: int) -> None:
-        page = int(self.page[group, node])
-        self.page[group, node] = NULL_PAGE
+        page = self._page_at[group][node]
+        self._page_at[group][node] = NULL_PAGE
         self.num_tombstones += 1
         self._free_page(group, page)
 
     def prune(self, node: int) -> None:
         """Remove the node if it has no reason to exist, then its ancestors likewise."""
         while node in self._key and not (
-            self.num_children[node] or self.pins[node] or node in self.resume_points or self.refs[:, node].any()
+            self._num_children_at[node]
+            or self._pins_at[node]
+            or node in self.resume_points
+            or any(refs[node] for refs in self._refs_at)
         ):
-            for group in range(len(self.specs)):
-                page = int(self.page[group, node])
+            for group, pages in enumerate(self._page_at):
+                page = pages[node]
                 if page != NULL_PAGE:
-                    self.page[group, node] = NULL_PAGE
+                    pages[node] = NULL_PAGE
                     self.spare.pop((group, node), None)
                     self._free_page(group, page)
             parent, tokens = self._key.pop(node)
@@ -277,7 +287,7 @@ class PrefixTree:
             del siblings[node]
             if not siblings:
                 del self._by_first_token[parent, tokens[:4]]
-            self.num_children[parent] -= 1
+            self._num_children_at[parent] -= 1
             self._recycle(node)
             node = parent
         if node in self._salt_of and not (self.num_children[node] or self.pins[node]):
@@ -285,8 +295,8 @@ class PrefixTree:
             self._recycle(node)
 
     def _recycle(self, node: int) -> None:
-        self.parent[node] = NO_NODE
-        self.end[node] = 0
+        self._parent_at[node] = NO_NODE
+        self._end_at[node] = 0
         self._free_nodes.append(node)
 
     # Resume points

@@ -1,0 +1,99 @@
+"""The block tables of the scheduled rows as arrays, copied again only where something changed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lamella.kv_cache.arena import NULL_PAGE
+from lamella.kv_cache.block_manager import HybridBlockManager
+
+NO_STAMP = -1
+
+
+class GroupTables(NamedTuple):
+    """See AttentionMetadata; columns that a row has no block for are NULL_PAGE."""
+
+    block_tables: np.ndarray  # int64 [R, width], contiguous
+    first_blocks: np.ndarray  # int64 [R]
+
+
+class GatheredTables:
+    """Keeps what was gathered for earlier steps: of a row that grew by a block one entry is written, a row whose
+    entries changed (`HybridBlockManager.table_stamps`) is copied, the others cost a comparison.
+
+    Two sets of arrays take turns: what `gather` returned holds until the call after the next, so that one step can
+    run while another is planned. Nobody else may write to it.
+    """
+
+    def __init__(self, manager: HybridBlockManager) -> None:
+        self._sets = (_ArraySet(manager), _ArraySet(manager))
+        self._turn = 0
+
+    def gather(self, rows: np.ndarray) -> list[GroupTables]:
+        """Per group the tables of `rows` (int64 [R], each at most once), at least as wide as the widest needs."""
+        self._turn = 1 - self._turn
+        return self._sets[self._turn].gather(rows)
+
+
+class _ArraySet:
+    """Index i of a group's arrays holds the row whose stamp was `stamps[group, i]`, with `num_blocks[i]` blocks."""
+
+    def __init__(self, manager: HybridBlockManager) -> None:
+        self._manager = manager
+        num_groups, num_rows = manager.first_kept.shape
+        self._num_blocks = np.zeros(num_rows, dtype=np.int64)
+        self._stamps = np.full((num_groups, num_rows), NO_STAMP, dtype=np.int64)
+        self._first_blocks = np.zeros((num_groups, num_rows), dtype=np.int64)
+        self._tables = [np.zeros((num_rows, 0), dtype=np.int64)] * num_groups
+
+    def gather(self, rows: np.ndarray) -> list[GroupTables]:
+        manager, count = self._manager, len(rows)
+        num_blocks = manager.num_blocks[rows]
+        first_kept = manager.first_kept.take(rows, axis=1)  # [num_groups, R]
+        for group, needed in enumerate(np.maximum.reduce(num_blocks - first_kept, axis=1).tolist()):
+            width = _roomy(needed)
+            if self._tables[group].shape[1] != width:
+                self._tables[group] = np.empty((len(self._num_blocks), width), dtype=np.int64)
+                self._stamps[group] = NO_STAMP
+        stamps = manager.table_stamps.take(rows, axis=1)
+        growth = num_blocks - self._num_blocks[:count]
+        grown = (growth == 1).nonzero()[0]
+        is_stale = (stamps != self._stamps[:, :count]) | (growth > 1)  # [num_groups, R]
+        self._first_blocks[:, :count] = first_kept
+        grown_rows, last_blocks = rows[grown], num_blocks[grown] - 1
+        for group, table in enumerate(self._tables):
+            # Where an index is stale as well, `_copy` overwrites it.
+            columns = last_blocks - first_kept[group, grown]
+            table[grown, columns] = manager.tables[group, grown_rows, last_blocks]
+            self._copy(group, rows, is_stale[group].nonzero()[0])
+        self._num_blocks[:count] = num_blocks
+        self._stamps[:, :count] = stamps
+        return [
+            GroupTables(table[:count], first[:count])
+            for table, first in zip(self._tables, self._first_blocks, strict=True)
+        ]
+
+    def _copy(self, group: int, rows: np.ndarray, indices: np.ndarray) -> None:
+        """Write the whole table of these indices (int64)."""
+        if not len(indices):
+            return
+        source, target = self._manager.tables[group], self._tables[group]
+        width, max_blocks = target.shape[1], source.shape[1]
+        copied, first = rows[indices], self._first_blocks[group, indices]
+        if width <= max_blocks and not np.count_nonzero(first):
+            target[indices] = source[copied, :width]
+            return
+        columns = first[:, None] + np.arange(width)
+        pages = source[copied[:, None], np.minimum(columns, max_blocks - 1)]
+        if columns[:, -1].max() >= max_blocks:
+            pages[columns >= max_blocks] = NULL_PAGE
+        target[indices] = pages
+
+
+def _roomy(num_blocks: int) -> int:
+    """A width with an eighth to spare at most, or 8 blocks: a growing context rarely means new arrays, and what a
+    device is sent is little more than the scheduled rows need."""
+    step = max(8, 1 << max(0, num_blocks.bit_length() - 4))
+    return -(-num_blocks // step) * step
