@@ -154,14 +154,25 @@ class Scheduler:
         return new_tokens
 
     def roll_back(self) -> None:
-        """The planned step failed: its requests go back to waiting with what earlier steps computed."""
-        for row in sorted(self._scheduled.tolist(), key=self.running.index, reverse=True):
-            if row in self._admitted:  # its prefix may be what the failed step was to compute
+        """The planned step failed: its requests go back to waiting with what earlier steps computed.
+
+        If the step was to move pages, nobody knows which of them arrived: then all KV is forgotten, and every
+        running request starts anew."""
+        manager, preempted = self.manager, []
+        if manager.moves:
+            for row in self.running[::-1]:
                 self._preempt(row, keep=False)
-            else:
-                self.rows.num_computed[row] = self.manager.roll_back(row, int(self.rows.num_computed[row]))
-                self._preempt(row)
-        self.manager.end_step()
+            manager.end_step()
+            manager.reset_prefix_cache()
+            return
+        for row in sorted(self._scheduled.tolist(), key=self.running.index, reverse=True):
+            is_new = row in self._admitted  # then its prefix may be what the failed step was to compute
+            if not is_new:
+                self.rows.num_computed[row] = manager.roll_back(row, int(self.rows.num_computed[row]))
+            preempted.append(self._preempt(row, keep=not is_new))
+        manager.end_step()
+        for request in preempted:
+            self.queue.expect_first(request)
 
     # Running requests
 
@@ -217,7 +228,7 @@ class Scheduler:
                 self._preempt(row, keep=False)
                 self.manager.reset_prefix_cache()
                 return 0
-            self._preempt(victim)
+            self.queue.expect_first(self._preempt(victim))
             if victim == row:
                 return 0
 
@@ -228,7 +239,7 @@ class Scheduler:
             self.manager.slide(row, int(self.rows.num_computed[row]))
         return sum(self.manager.num_owned) < before
 
-    def _preempt(self, row: int, *, keep: bool = True) -> None:
+    def _preempt(self, row: int, *, keep: bool = True) -> Request:
         """Back to the head of the queue; what was computed stays cached (with `keep`) until evicted."""
         rows = self.rows
         self.manager.release(row, rows.tokens[row], int(rows.num_computed[row]), keep=keep)
@@ -237,6 +248,7 @@ class Scheduler:
         request.num_preemptions += 1
         self._num_preemptions += 1
         self.queue.add_first(request, self._num_steps)
+        return request
 
     def _leave_row(self, row: int) -> None:
         rows = self.rows

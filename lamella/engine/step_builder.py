@@ -7,7 +7,7 @@ import numpy as np
 from lamella.engine.gathered_tables import GatheredTables
 from lamella.engine.request_rows import RequestRows
 from lamella.kv_cache.block_manager import HybridBlockManager
-from lamella.model_executor.step_plan import GroupPlan, PageCopies, StepPlan
+from lamella.model_executor.step_plan import GroupPlan, PageCopies, PageMoves, StepPlan
 
 
 def build_step_plan(
@@ -46,6 +46,7 @@ def build_step_plan(
         query_start=query_start,
         seq_lens=seq_lens,
         num_decodes=num_decodes,
+        moves=tuple(PageMoves(*moved) for moved in manager.moves),
         groups=tuple(groups),
         sample_requests=sample_requests,
         sampling=rows.sampling_batch(scheduled[sample_requests]),

@@ -44,12 +44,18 @@ class WaitingQueue:
     def add(self, request: Request, step: int) -> None:
         self._requests[request] = step
         self._next_rank += 1
-        self._expect(request, self._next_rank)
+        self._changed = True
+        self.expect(request, self._next_rank)
 
     def add_first(self, request: Request, step: int) -> None:
+        """`expect` is left to the caller: what the request left behind may not be settled yet."""
         self._requests = {request: step, **self._requests}
+        self._changed = True
+
+    def expect_first(self, request: Request) -> None:
+        """`expect`, for one that `add_first` took."""
         self._first_rank -= 1
-        self._expect(request, self._first_rank)
+        self.expect(request, self._first_rank)
 
     def discard(self, request: Request) -> None:
         if self._requests.pop(request, None) is not None:
@@ -58,9 +64,8 @@ class WaitingQueue:
         if expectation is not None:
             self._manager.settle(expectation)
 
-    def _expect(self, request: Request, rank: int) -> None:
-        """What the cache has of the prompt outlasts what nobody waits for."""
-        self._changed = True
+    def expect(self, request: Request, rank: int) -> None:
+        """What the cache has of the prompt outlasts what nobody waits for. Of lower rank: runs sooner."""
         expectation = self._manager.expect(request.token_ids, request.salt, rank)
         if expectation is not None:
             if self._by_prefix:  # the longest runs first

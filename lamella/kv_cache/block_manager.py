@@ -12,6 +12,7 @@ own their pages. Sliding and release treat both alike: unlock the node, or free 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,14 @@ from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.spec import ceil_div
 
 NOT_DUE = np.iinfo(np.int64).max
+
+
+class MovedPages(NamedTuple):
+    """Contents that compaction moves: page sources[i] of `group` -> targets[i]. int64 [n] each; disjoint."""
+
+    group: int
+    sources: np.ndarray
+    targets: np.ndarray
 
 
 class GroupUsage(NamedTuple):
@@ -95,6 +104,9 @@ class HybridBlockManager:
         self._num_settled_at, self._frontier_at = memoryview(self.num_settled), memoryview(self.frontier)
         # Row -> its planned copies (group, source node, target page). The source is locked meanwhile.
         self.copies: dict[int, list[tuple[int, int, int]]] = {}
+        # What compaction moved since the last step, in its order. To copy before anything else.
+        self.moves: list[MovedPages] = []
+        self.num_slab_moves = self.num_moved_pages = 0
         self.num_owned = [0] * self.num_groups
         self.peak_owned = [0] * self.num_groups
 
@@ -114,11 +126,13 @@ class HybridBlockManager:
             return None
         tree = self.tree
         path = match.path if match.tail_node == NO_NODE else [*match.path, match.tail_node]
+        if not tree.pending.isdisjoint(path):
+            return None  # the step that will compute it may fail
         held = []
         num_bytes = 0
         for group, spec in enumerate(tree.specs):
-            first = min(spec.first_needed(match.num_tokens) // self.page_tokens, len(path) - 1)
             if spec.is_windowed:
+                first = min(spec.first_needed(match.num_tokens) // self.page_tokens, len(match.path))
                 held += [(group, node) for node in path[first:]]
             else:  # what other prefixes and running requests share with it is there anyway
                 shared = np.flatnonzero((tree.num_children[path] > 1) | (tree.refs[group, path] > 0))
@@ -234,7 +248,7 @@ class HybridBlockManager:
         for group in range(self.num_groups):
             start = max(old, self._first_kept_at[group][row])
             near = self._pages_at[group][row][start - 1] if start else NULL_PAGE
-            pages = self._allocate(group, num_blocks - start, near)
+            pages = self._allocate(group, num_blocks - start, near, taken)
             if pages is None:
                 for owner, _, given in taken:
                     for page in given:
@@ -250,13 +264,48 @@ class HybridBlockManager:
         self._num_blocks_at[row] = num_blocks
         return True
 
-    def _allocate(self, group: int, count: int, near: int) -> list[int] | None:
+    def _allocate(
+        self, group: int, count: int, near: int, in_hand: Sequence[tuple[int, int, list[int]]]
+    ) -> list[int] | None:
         if count <= 0:
             return []
         while (pages := self.arena.allocate(group, count, near)) is None:
-            if not self.tree.evict_one():
+            if self._compact(group, in_hand):
+                near = NULL_PAGE  # may have moved
+            elif not self.tree.evict_one():
                 return None
         return pages
+
+    def _compact(self, group: int, in_hand: Sequence[tuple[int, int, list[int]]]) -> bool:
+        """Move pages of other groups together so that a slab comes free for `group`; whether that can be done.
+
+        in_hand: (group, start, pages) that are allocated but in no table yet.
+        """
+        immovable = [target for copies in self.copies.values() for _, _, target in copies]
+        for _, _, pages in in_hand:
+            immovable += pages
+        moves = self.arena.compact(group, immovable=immovable)
+        if not moves:
+            return False
+        owner = moves[0].group
+        moves.sort()  # by source
+        sources = np.array([move.source for move in moves], dtype=np.int64)
+        targets = np.array([move.target for move in moves], dtype=np.int64)
+
+        def follow(pages: np.ndarray) -> np.ndarray:
+            at = np.minimum(np.searchsorted(sources, pages), len(sources) - 1)
+            return np.where(sources[at] == pages, targets[at], pages)
+
+        rows = np.flatnonzero(self.frontier != NO_NODE)
+        width = int(self.num_blocks[rows].max(initial=0))
+        self.tables[owner, rows, :width] = follow(self.tables[owner, rows, :width])
+        for row in rows.tolist():
+            self._stamp(owner, row)
+        self.tree.page[owner] = follow(self.tree.page[owner])
+        self.moves.append(MovedPages(owner, sources, targets))
+        self.num_slab_moves += 1
+        self.num_moved_pages += len(moves)
+        return True
 
     # Committing and releasing
 
@@ -303,6 +352,7 @@ class HybridBlockManager:
     def end_step(self) -> None:
         """The step has run: its copies are done and its pending blocks have their contents."""
         self.tree.pending.clear()
+        self.moves.clear()
         for row in list(self.copies):
             self._unlock_copy_sources(row)
 

@@ -91,6 +91,9 @@ def _check_tree(manager: HybridBlockManager, tree_nodes: set[int], refs: Counter
     for node, held in tree.resume_points.items():
         _require(node in tree_nodes, f"resume point at node {node}, which is gone")
         holds.update(held)
+    _require(all(node in tree_nodes for _, node in tree.spare), "a spare page of a node that is gone")
+    for node in tree.expected.last_to_run():
+        _require(node in tree.resume_points, f"node {node} is expected, but no resume point")
     children = Counter(int(tree.parent[node]) for node in tree_nodes)
     roots = set(tree.roots().values())
     for node in tree_nodes:
@@ -108,7 +111,10 @@ def _check_tree(manager: HybridBlockManager, tree_nodes: set[int], refs: Counter
             _require(int(tree.holds[group, node]) == holds[group, node], f"group {group} node {node}: hold count")
             _require(page != NULL_PAGE or not (count or holds[group, node]), f"node {node} is used but has no page")
             if spec.is_windowed:
-                _require(page == NULL_PAGE or count or holds[group, node], f"node {node}: a page nobody keeps")
+                kept = count or holds[group, node]
+                is_spare = (group, node) in tree.spare
+                _require(page == NULL_PAGE or kept or is_spare, f"node {node}: a page nobody keeps")
+                _require(not is_spare or (page != NULL_PAGE and not kept), f"node {node}: its page is not spare")
                 _require(
                     not count or all(tree.refs[full, node] for full in tree.full_groups),
                     f"node {node}: a window reference without a full one",

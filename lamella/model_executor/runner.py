@@ -81,13 +81,20 @@ class ModelRunner:
         return self.sampler(self.model.logits(hidden), plan.sampling)
 
     def _copy_pages(self, plan: StepPlan) -> None:
-        """Copy-on-write pages, all layers of a group at once. Sources and targets never overlap."""
-        for group, part in zip(self.layout.groups, plan.groups, strict=True):
+        """Moved pages in their order, then copies on write, whose sources and targets nothing else touches."""
+        for move in plan.moves:
+            self._copy(move.group, move.src_pages, move.dst_pages)
+        for group, part in enumerate(plan.groups):
             if len(part.copies.src_pages):
-                num_ids = (self.arena.numel() - group.page_bytes) // self.layout.unit_bytes + 1
-                pages = self.arena.as_strided((num_ids, group.page_bytes), (self.layout.unit_bytes, 1))
-                sources = torch.from_numpy(part.copies.src_pages).to(self.arena.device)
-                pages[torch.from_numpy(part.copies.dst_pages).to(self.arena.device)] = pages[sources]
+                self._copy(group, part.copies.src_pages, part.copies.dst_pages)
+
+    def _copy(self, group: int, src_pages: np.ndarray, dst_pages: np.ndarray) -> None:
+        """All layers of the group at once."""
+        page_bytes = self.layout.groups[group].page_bytes
+        num_ids = (self.arena.numel() - page_bytes) // self.layout.unit_bytes + 1
+        pages = self.arena.as_strided((num_ids, page_bytes), (self.layout.unit_bytes, 1))
+        sources = torch.from_numpy(src_pages).to(self.arena.device)
+        pages[torch.from_numpy(dst_pages).to(self.arena.device)] = pages[sources]
 
     def _metadata(self, plan: StepPlan, group: GroupPlan) -> AttentionMetadata:
         device = self.arena.device

@@ -16,6 +16,15 @@ class PageCopies:
 
 
 @dataclass(frozen=True, slots=True)
+class PageMoves:
+    """Whole pages of one group to move before anything else (compaction): src[i] -> dst[i], disjoint."""
+
+    group: int
+    src_pages: np.ndarray  # int64 [M]
+    dst_pages: np.ndarray  # int64 [M]
+
+
+@dataclass(frozen=True, slots=True)
 class GroupPlan:
     """One group's part of the step; see AttentionMetadata for the arrays."""
 
@@ -58,6 +67,7 @@ class StepPlan:
     query_start: np.ndarray  # int64 [R + 1]
     seq_lens: np.ndarray  # int64 [R]
     num_decodes: int
+    moves: tuple[PageMoves, ...]  # in this order: a page may move on, and its place be used again
     groups: tuple[GroupPlan, ...]
     sample_requests: np.ndarray  # int64 [S], which of the R requests get a token
     sampling: SamplingBatch

@@ -72,6 +72,10 @@ class FakeExecutor:
     def execute(self, plan: StepPlan, contexts: list[tuple[str | None, list[int]]]) -> StepResult:
         """contexts: per request of the plan its salt and all its tokens so far."""
         page_tokens = self.layout.page_tokens
+        for move in plan.moves:
+            moved = [list(self._page(move.group, int(source))) for source in move.src_pages]
+            for target, tags in zip(move.dst_pages, moved, strict=True):
+                self._page(move.group, int(target))[:] = tags
         for group, part in enumerate(plan.groups):
             fresh = [list(self._page(group, int(source))) for source in part.copies.src_pages]
             for target, tags in zip(part.copies.dst_pages, fresh, strict=True):

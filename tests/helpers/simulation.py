@@ -41,7 +41,8 @@ def kind_of(spec: KVCacheSpec) -> tuple[str, int]:
 class Simulation:
     """Requests of made-up tokens through the scheduler; the invariants are checked after every step.
 
-    num_slabs: the arena's size beyond what one request of max_model_len needs at least (in slabs).
+    extra_slabs: the arena's size beyond what one request of max_model_len needs at least (in slabs).
+    retention: None: "tails" without spare pages, for what idle memory still has would hide what is kept on purpose.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Simulation:
         self.manager = HybridBlockManager(
             layout, num_slabs=pool.num_slabs, num_rows=max_num_seqs, max_model_len=max_model_len,
             interval_tokens=interval, enable_prefix_caching=enable_prefix_caching,
-            retention=retention,
+            retention=RetentionPolicy(spare=False) if retention is None else retention,
         )  # fmt: skip
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max(chunk_tokens, max_num_seqs),

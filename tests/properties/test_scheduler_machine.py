@@ -41,7 +41,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         interval_tokens=st.sampled_from([None, 1, 6, 20]),
         caching=st.sampled_from([True, True, True, False]),
         policy=st.sampled_from(["fcfs", "prefix"]),
-        retention=st.sampled_from([("tails", None), ("tails", 10), ("all", None), ("none", None)]),
+        retention=st.sampled_from([("tails",), ("tails", None, False), ("tails", 10), ("all",), ("none",)]),
     )
     def start(
         self, specs, page_tokens, extra_slabs, chunk_tokens, max_num_seqs, interval_tokens, caching, policy, retention
