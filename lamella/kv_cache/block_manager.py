@@ -94,6 +94,7 @@ class HybridBlockManager:
         self.num_settled = np.zeros(num_rows, dtype=np.int64)  # committed blocks whose contents are computed
         self.frontier = np.full(num_rows, NO_NODE, dtype=np.int64)  # pinned; NO_NODE: the row is empty
         self._junction = np.full(num_rows, -1, dtype=np.int64)  # block end where another prompt diverged
+        self._resume_block = np.zeros(num_rows, dtype=np.int64)  # the first block that the row did not find
         self._prompt_tail = np.full(num_rows, -1, dtype=np.int64)  # end of the block that the prompt ends inside of
         # The same memory one item at a time: plain ints, several times faster than items of an array.
         self._pages_at = [[memoryview(row) for row in table] for table in self.tables]  # [group][row][block]
@@ -162,6 +163,7 @@ class HybridBlockManager:
         num_whole = len(match.path)
         self.nodes[row, :num_whole] = match.path
         self.num_blocks[row] = self.num_committed[row] = self.num_settled[row] = num_whole
+        self._resume_block[row] = num_whole
         for group, spec in enumerate(tree.specs):
             first = min(spec.first_needed(match.num_tokens) // self.page_tokens, num_whole)
             self.first_kept[group, row] = first
@@ -174,6 +176,7 @@ class HybridBlockManager:
         if match.tail_node != NO_NODE and not self._copy_tail(row, match):
             self._drop_row(row)
             return False
+        tree.pass_by(match.path[:-1])
         tree.touch(frontier)
         tree.touch(match.tail_node)
         return True
@@ -346,8 +349,16 @@ class HybridBlockManager:
             self._prompt_tail[row] = end + page_tokens if num_computed > end else -1
             if complete:
                 self._add_resume_point(row, complete, since=end)
-                tree = self.tree
-                tree.pass_by([node for node in self.nodes[row, : complete - 1].tolist() if node in tree.resume_points])
+                self._pass_resume_points(row, complete - 1, token_ids)
+
+    def _pass_resume_points(self, row: int, num_blocks: int, token_ids: np.ndarray) -> None:
+        """The prompt's end is kept, so places to resume in its first `num_blocks` blocks are worth little."""
+        tree, block = self.tree, self._resume_block[row]
+        tree.pass_by(self.nodes[row, :num_blocks].tolist())
+        if block < num_blocks:  # it resumed from a copy of a short block, which its own block covers
+            parent = int(tree.parent[self.nodes[row, block]])
+            tokens = token_ids[block * self.page_tokens : (block + 1) * self.page_tokens]
+            tree.pass_by_short_blocks(parent, _key(tokens))
 
     def end_step(self) -> None:
         """The step has run: its copies are done and its pending blocks have their contents."""

@@ -326,11 +326,17 @@ class PrefixTree:
         if node in self.resume_points:
             self.resume_points.move_to_end(node)
 
-    def pass_by(self, nodes: list[int]) -> None:
-        """A prompt led on from `nodes`, and its end is kept: resume points there from which nothing else leads
-        on are the first to go."""
-        for node in nodes:
+    def pass_by(self, path: list[int]) -> None:
+        """Something led on from each node of `path`, and a later place is kept: resume points from which nothing
+        else leads on are the first to go."""
+        for node in path:
             if node in self.resume_points and self.num_children[node] == 1:
+                self.resume_points.move_to_end(node, last=False)
+
+    def pass_by_short_blocks(self, parent: int, block: bytes) -> None:
+        """A whole block (token ids as bytes) under `parent` is kept: so much for the short ones it begins with."""
+        for node, num_common in self._parting_children(parent, block):
+            if 4 * num_common == len(self._key[node][1]) < len(block) and node in self.resume_points:
                 self.resume_points.move_to_end(node, last=False)
 
     def evict_one(self) -> bool:

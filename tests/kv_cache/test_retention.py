@@ -23,8 +23,8 @@ def hit_after(retention, specs=HYBRID, *, shared=26):
 
 
 def test_tails_keep_ends_and_no_middle():
-    assert hit_after(RetentionPolicy()) == 0
-    assert hit_after(RetentionPolicy(), shared=47) == 47
+    assert hit_after(RetentionPolicy(spare=False)) == 0
+    assert hit_after(RetentionPolicy(spare=False), shared=47) == 47
 
 
 def test_all_keeps_every_place():
@@ -34,8 +34,8 @@ def test_all_keeps_every_place():
 
 def test_a_grid_keeps_one_place_in_so_many_tokens():
     """Every 18 tokens are every 20, rounded up to blocks of 4: the last one before 26 is 20."""
-    assert hit_after(RetentionPolicy("tails", 18)) == 20
-    assert hit_after(RetentionPolicy("tails", 18), shared=47) == 47
+    assert hit_after(RetentionPolicy("tails", 18, spare=False)) == 20
+    assert hit_after(RetentionPolicy("tails", 18, spare=False), shared=47) == 47
 
 
 def test_none_keeps_nothing_once_nobody_runs():

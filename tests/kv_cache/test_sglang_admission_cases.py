@@ -104,7 +104,7 @@ def test_cached_windows_give_way_before_anyone_is_preempted():
         page_tokens=4,
         max_model_len=100,
         chunk_tokens=16,
-        retention=RetentionPolicy("all"),
+        retention=RetentionPolicy("all", spare=False),
     )
     for index in range(6):
         serve(simulation, prompt_of(80, index))

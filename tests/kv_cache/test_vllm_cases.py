@@ -270,15 +270,15 @@ def test_a_rewind_finds_what_the_policy_keeps():
         return [serve(simulation, [*long[:200], 49, 48, 47]) for _ in range(2)]
 
     assert hits(RetentionPolicy("all")) == [200, 202]
-    assert hits(RetentionPolicy("tails", 96)) == [192, 202]
-    assert hits(RetentionPolicy("tails")) == [0, 202]
+    assert hits(RetentionPolicy("tails", 96, spare=False)) == [192, 202]
+    assert hits(RetentionPolicy("tails", spare=False)) == [0, 202]
 
 
 @pytest.mark.parametrize(
     ("retention", "blocks"),
     [
-        (RetentionPolicy("tails"), {14, 15}),
-        (RetentionPolicy("tails", 64), {2, 3, 6, 7, 10, 11, 14, 15}),
+        (RetentionPolicy("tails", spare=False), {14, 15}),
+        (RetentionPolicy("tails", 64, spare=False), {2, 3, 6, 7, 10, 11, 14, 15}),
         (RetentionPolicy("all"), set(range(16))),
         (RetentionPolicy("none"), set()),
     ],
