@@ -87,6 +87,7 @@ class Scheduler:
         self._tables = GatheredTables(manager)
         self._scheduled = np.zeros(0, dtype=np.int64)
         self._num_new = np.zeros(0, dtype=np.int64)
+        self._one_each = np.ones(max_num_seqs, dtype=np.int64)
         self._admitted: set[int] = set()  # rows that the step in preparation admits
         self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
         self._num_steps = self._num_preemptions = 0
@@ -121,24 +122,21 @@ class Scheduler:
         """Plan the next step and reserve its memory; None when nothing can run."""
         self._admitted.clear()
         num_preemptions = self._num_preemptions
-        decodes = self._grow_decodes()
-        num_new = dict.fromkeys(decodes.tolist(), 1)
-        budget = min(self.max_num_batched_tokens - len(num_new), self.prefill_tokens)
-        if len(num_new) < len(self.running):
+        self._scheduled = decodes = self._grow_decodes()
+        self._num_new = self._one_each[: len(decodes)]
+        if self.queue or len(decodes) < len(self.running):
+            num_new = dict.fromkeys(decodes.tolist(), 1)
+            budget = min(self.max_num_batched_tokens - len(num_new), self.prefill_tokens)
             budget = self._continue_prefills(num_new, budget)
-        if self._num_preemptions == num_preemptions and self.queue:
-            self._admit(num_new, budget)
-        if not num_new:
-            return None
-        if self._num_preemptions == num_preemptions and len(num_new) == len(decodes):
-            self._scheduled = decodes
-            self._num_new = np.ones(len(decodes), dtype=np.int64)
-        else:
+            if self._num_preemptions == num_preemptions:
+                self._admit(num_new, budget)
             # Memory for a later row may have come from one that was planned before.
             planned = [row for row in self.running if row in num_new]
             planned.sort(key=lambda row: num_new[row] > 1)
             self._scheduled = np.array(planned, dtype=np.int64)
             self._num_new = np.array([num_new[row] for row in planned], dtype=np.int64)
+        if not len(self._scheduled):
+            return None
         return build_step_plan(self.rows, self.manager, self._tables, self._scheduled, self._num_new)
 
     def update(self, result: StepResult) -> list[NewToken]:

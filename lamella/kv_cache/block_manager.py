@@ -23,6 +23,7 @@ from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.spec import ceil_div
 
 NOT_DUE = np.iinfo(np.int64).max
+_NO_PAGES = np.zeros(0, dtype=np.int64)
 
 
 class GroupUsage(NamedTuple):
@@ -35,7 +36,7 @@ class GroupUsage(NamedTuple):
 
 def _key(tokens: np.ndarray) -> bytes:
     """How the prefix tree knows a block."""
-    return tokens.astype(np.int32, copy=False).tobytes()
+    return tokens.tobytes() if tokens.dtype == np.int32 else tokens.astype(np.int32).tobytes()
 
 
 class HybridBlockManager:
@@ -87,6 +88,7 @@ class HybridBlockManager:
         self._stamps_at = [memoryview(rows) for rows in self.table_stamps]
         self._num_blocks_at, self._num_committed_at = memoryview(self.num_blocks), memoryview(self.num_committed)
         self._num_settled_at, self._frontier_at = memoryview(self.num_settled), memoryview(self.frontier)
+        self._junction_at, self._prompt_tail_at = memoryview(self._junction), memoryview(self._prompt_tail)
         # Row -> its planned copies (group, source node, target page). The source is locked meanwhile.
         self.copies: dict[int, list[tuple[int, int, int]]] = {}
         self.num_owned = [0] * self.num_groups
@@ -147,6 +149,8 @@ class HybridBlockManager:
 
     def planned_copies(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Per group (source pages, target pages) to copy before the next step; `end_step` when they have run."""
+        if not self.copies:
+            return [(_NO_PAGES, _NO_PAGES)] * self.num_groups
         per_group = []
         for group in range(self.num_groups):
             pairs = [
@@ -311,12 +315,12 @@ class HybridBlockManager:
     def _settle_block(self, row: int, block: int) -> None:
         """The block's contents are computed: keep the resume point that belongs at its end, if any."""
         start, end = block * self.page_tokens, (block + 1) * self.page_tokens
-        if end == self._prompt_tail[row]:
+        if end == self._prompt_tail_at[row]:
             # Now the prompt's end can be kept to the token; this covers what was kept a block earlier.
             self._add_resume_point(row, block + 1, since=start)
             if block:
                 self.tree.drop_resume_point(int(self.nodes[row, block - 1]))
-        elif end == self._junction[row] or self.retention.keeps_block_end(end, self.page_tokens):
+        elif end == self._junction_at[row] or self.retention.keeps_block_end(end, self.page_tokens):
             self._add_resume_point(row, block + 1, since=end)
 
     def _commit_block(self, row: int, block: int, tokens: np.ndarray) -> None:

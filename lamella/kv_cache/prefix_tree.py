@@ -244,6 +244,8 @@ class PrefixTree:
 
     def prune(self, node: int) -> None:
         """Remove the node if it has no reason to exist, then its ancestors likewise."""
+        if self._num_children_at[node]:
+            return
         while node in self._key and not (
             self._num_children_at[node]
             or self._pins_at[node]
