@@ -150,9 +150,9 @@ class Scheduler:
         ends_prompt = computed == rows.num_prompt_tokens[scheduled]
         to_commit = computed // manager.page_tokens > manager.num_settled[scheduled]
         to_commit |= ends_prompt
-        for index in to_commit.nonzero()[0].tolist():
-            row = int(scheduled[index])
-            manager.commit(row, rows.tokens[row], int(computed[index]), ends_prompt=bool(ends_prompt[index]))
+        events = zip(scheduled[to_commit].tolist(), computed[to_commit].tolist(), ends_prompt[to_commit].tolist())
+        for row, num_computed, ends in events:
+            manager.commit(row, rows.tokens[row], num_computed, ends_prompt=ends)
         sampled = computed == rows.num_tokens[scheduled]
         # A prefill held window pages for its chunk: let them go at the first decode.
         rows.due[scheduled[sampled & (self._num_new > 1)]] = 0

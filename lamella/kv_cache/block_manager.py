@@ -190,10 +190,10 @@ class HybridBlockManager:
             lag_tokens = first - kept * self.page_tokens
             if lag_tokens < self.page_tokens or not (is_prefill or lag_tokens >= self.interval_tokens):
                 continue
-            new_first = min(first // self.page_tokens, self._num_blocks_at[row])
-            for block in range(kept, new_first):
+            new_first = first // self.page_tokens
+            for block in range(kept, min(new_first, self._num_blocks_at[row])):
                 self._release_block(group, row, block)
-            self._first_kept_at[group][row] = max(kept, first // self.page_tokens)
+            self._first_kept_at[group][row] = new_first
             self._stamp(group, row)
 
     def _extend(self, row: int, num_blocks: int) -> bool:
@@ -289,6 +289,8 @@ class HybridBlockManager:
         frontier = node = int(self.frontier[row])
         for _ in range(int(self.num_committed[row]) - complete):
             node = int(self.tree.parent[node])
+        for group in range(self.num_groups):
+            self._stamp(group, row)
         self.nodes[row, complete:] = NO_NODE
         self.num_blocks[row] = min(int(self.num_blocks[row]), complete)
         self.num_committed[row] = min(int(self.num_committed[row]), complete)
@@ -337,18 +339,18 @@ class HybridBlockManager:
         self._frontier_at[row] = node
         self._nodes_at[row][block] = node
         self._num_committed_at[row] = block + 1
-        for group in range(self.num_groups):
-            page = self._pages_at[group][row][block]
+        for group, tables in enumerate(self._pages_at):
+            page = tables[row][block]
             if page == NULL_PAGE:
                 continue  # slid already
-            existing = int(tree.page[group, node])
-            if existing == NULL_PAGE:
-                tree.page[group, node] = page
-            else:
-                self.arena.free(group, page)
-                self._count_owned(group, -int(tree.refs[group, node] != 0))
-                self._stamp(group, row)
-            self._pages_at[group][row][block] = tree.lock(group, node)
+            if tree.page_at[group][node] == NULL_PAGE:
+                tree.page_at[group][node] = page
+                tree.lock(group, node)
+                continue
+            self.arena.free(group, page)
+            self._count_owned(group, -int(tree.refs[group, node] != 0))
+            tables[row][block] = tree.lock(group, node)
+            self._stamp(group, row)
 
     def _add_resume_point(self, row: int, last_block: int, *, since: int) -> None:
         """Make the end of the row's first `last_block` blocks a resume point that holds, of each window, what
@@ -373,11 +375,11 @@ class HybridBlockManager:
         tree.add_resume_point(node, held)
 
     def _release_block(self, group: int, row: int, block: int) -> None:
+        """The caller stamps the row."""
         page = self._pages_at[group][row][block]
         if page == NULL_PAGE:
             return
         self._pages_at[group][row][block] = NULL_PAGE
-        self._stamp(group, row)
         node = self._nodes_at[row][block]
         if node == NO_NODE:
             self.arena.free(group, page)
@@ -386,7 +388,7 @@ class HybridBlockManager:
             self._unlock(group, node)
 
     def _unlock(self, group: int, node: int) -> None:
-        self._count_owned(group, -(self.tree._refs_at[group][node] == 1))
+        self._count_owned(group, -(self.tree.refs_at[group][node] == 1))
         self.tree.unlock(group, node)
 
     def _drop_row(self, row: int) -> None:
@@ -413,9 +415,9 @@ class HybridBlockManager:
     # Reports
 
     def _count_owned(self, group: int, change: int) -> None:
-        self.num_owned[group] += change
-        if self.num_owned[group] > self.peak_owned[group]:
-            self.peak_owned[group] = self.num_owned[group]
+        self.num_owned[group] = now = self.num_owned[group] + change
+        if now > self.peak_owned[group]:
+            self.peak_owned[group] = now
 
     def usage(self) -> dict[str, GroupUsage]:
         report = {}

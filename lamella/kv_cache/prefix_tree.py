@@ -58,6 +58,7 @@ class PrefixTree:
         self._free_page = free_page
         self.full_groups = [group for group, spec in enumerate(specs) if not spec.is_windowed]
         self.windowed_groups = [group for group, spec in enumerate(specs) if spec.is_windowed]
+        self._is_windowed = [spec.is_windowed for spec in specs]
         self.num_tombstones = 0
         self.num_evicted_resume_points = 0
         self._allocate_rows(256)
@@ -85,8 +86,8 @@ class PrefixTree:
         # The same memory one item at a time: plain ints, several times faster than items of an array.
         self._parent_at, self._end_at = memoryview(self.parent), memoryview(self.end)
         self._num_children_at, self._pins_at = memoryview(self.num_children), memoryview(self.pins)
-        self._page_at = [memoryview(row) for row in self.page]
-        self._refs_at = [memoryview(row) for row in self.refs]
+        self.page_at = [memoryview(row) for row in self.page]
+        self.refs_at = [memoryview(row) for row in self.refs]
         self._holds_at = [memoryview(row) for row in self.holds]
 
     def _grow_rows(self) -> None:
@@ -211,17 +212,18 @@ class PrefixTree:
 
     def lock(self, group: int, node: int) -> int:
         """Add a reference to the node's page of `group` and return the page, which must exist."""
-        page = self._page_at[group][node]
+        page = self.page_at[group][node]
         assert page != NULL_PAGE, "only a live page can be locked"
-        self._refs_at[group][node] += 1
+        self.refs_at[group][node] += 1
         return page
 
     def unlock(self, group: int, node: int) -> None:
         """Drop one reference. A windowed page that nothing else keeps is freed; so is a node."""
-        refs = self._refs_at[group]
-        refs[node] -= 1
-        assert refs[node] >= 0, "unlock without lock"
-        if refs[node] == 0:
+        refs = self.refs_at[group]
+        left = refs[node] - 1
+        assert left >= 0, "unlock without lock"
+        refs[node] = left
+        if not left:
             self._drop_unkept_window_page(group, node)
             self.prune(node)
 
@@ -235,10 +237,10 @@ class PrefixTree:
         self.prune(node)
 
     def _drop_unkept_window_page(self, group: int, node: int) -> None:
-        if self.specs[group].is_windowed and not self._refs_at[group][node] and not self._holds_at[group][node]:
-            page = self._page_at[group][node]
+        if self._is_windowed[group] and not self.refs_at[group][node] and not self._holds_at[group][node]:
+            page = self.page_at[group][node]
             if page != NULL_PAGE:
-                self._page_at[group][node] = NULL_PAGE
+                self.page_at[group][node] = NULL_PAGE
                 self.num_tombstones += 1
                 self._free_page(group, page)
 
@@ -250,9 +252,9 @@ class PrefixTree:
             self._num_children_at[node]
             or self._pins_at[node]
             or node in self.resume_points
-            or any(refs[node] for refs in self._refs_at)
+            or any(refs[node] for refs in self.refs_at)
         ):
-            for group, pages in enumerate(self._page_at):
+            for group, pages in enumerate(self.page_at):
                 page = pages[node]
                 if page != NULL_PAGE:
                     pages[node] = NULL_PAGE
