@@ -150,8 +150,8 @@ class Scheduler:
         ends_prompt = computed == rows.num_prompt_tokens[scheduled]
         to_commit = computed // manager.page_tokens > manager.num_settled[scheduled]
         to_commit |= ends_prompt
-        events = zip(scheduled[to_commit].tolist(), computed[to_commit].tolist(), ends_prompt[to_commit].tolist())
-        for row, num_computed, ends in events:
+        events = scheduled[to_commit], computed[to_commit], ends_prompt[to_commit]
+        for row, num_computed, ends in zip(*(event.tolist() for event in events), strict=True):
             manager.commit(row, rows.tokens[row], num_computed, ends_prompt=ends)
         sampled = computed == rows.num_tokens[scheduled]
         # A prefill held window pages for its chunk: let them go at the first decode.
