@@ -12,6 +12,7 @@ own their pages. Sliding and release treat both alike: unlock the node, or free 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -91,6 +92,7 @@ class HybridBlockManager:
         self._junction_at, self._prompt_tail_at = memoryview(self._junction), memoryview(self._prompt_tail)
         # Row -> its planned copies (group, source node, target page). The source is locked meanwhile.
         self.copies: dict[int, list[tuple[int, int, int]]] = {}
+        self._keeps_block_ends = self.retention.name == "all" or self.retention.grid_tokens is not None
         self.num_owned = [0] * self.num_groups
         self.peak_owned = [0] * self.num_groups
 
@@ -240,13 +242,9 @@ class HybridBlockManager:
         """
         if not self.enable_prefix_caching:
             return
-        tree, page_tokens = self.tree, self.page_tokens
-        for block in range(int(self.num_committed[row]), num_tokens // page_tokens):
-            tokens = token_ids[block * page_tokens : (block + 1) * page_tokens]
-            if tree.child(int(self.frontier[row]), _key(tokens)) != NO_NODE:
-                return
-            self._commit_block(row, block, tokens)
-            tree.pending.add(int(self.frontier[row]))
+        tree, blocks = self.tree, self._blocks_of(row, token_ids, num_tokens)
+        if blocks and tree.child(self._frontier_at[row], blocks[0]) == NO_NODE:
+            tree.pending.update(self._commit_new_blocks(row, blocks))
 
     def commit(self, row: int, token_ids: np.ndarray, num_computed: int, *, ends_prompt: bool = False) -> None:
         """Enter the blocks that are complete at `num_computed` in the tree, and keep resume points.
@@ -258,9 +256,16 @@ class HybridBlockManager:
             return
         page_tokens = self.page_tokens
         complete = num_computed // page_tokens
-        for block in range(self._num_committed_at[row], complete):
-            self._commit_block(row, block, token_ids[block * page_tokens : (block + 1) * page_tokens])
-        for block in range(self._num_settled_at[row], complete):
+        committed = self._num_committed_at[row]
+        if complete - committed == 1:
+            self._commit_block(row, committed, _key(token_ids[committed * page_tokens : complete * page_tokens]))
+        elif complete > committed:
+            self._commit_blocks(row, self._blocks_of(row, token_ids, num_computed))
+        unsettled: Sequence[int] = range(self._num_settled_at[row], complete)
+        if len(unsettled) > 2 and not self._keeps_block_ends:  # then only these two can matter
+            ends = {self._prompt_tail_at[row], self._junction_at[row]}
+            unsettled = sorted(end // page_tokens - 1 for end in ends if end // page_tokens - 1 in unsettled)
+        for block in unsettled:
             self._settle_block(row, block)
         self._num_settled_at[row] = complete
         if ends_prompt:
@@ -309,7 +314,7 @@ class HybridBlockManager:
             self.commit(row, token_ids, num_computed)
             complete = num_computed // self.page_tokens
             if num_computed % self.page_tokens:
-                self._commit_block(row, complete, token_ids[complete * self.page_tokens : num_computed])
+                self._commit_block(row, complete, _key(token_ids[complete * self.page_tokens : num_computed]))
             if num_computed:
                 self._add_resume_point(row, int(self.num_committed[row]), since=num_computed)
         self._drop_row(row)
@@ -325,12 +330,39 @@ class HybridBlockManager:
         elif end == self._junction_at[row] or self.retention.keeps_block_end(end, self.page_tokens):
             self._add_resume_point(row, block + 1, since=end)
 
-    def _commit_block(self, row: int, block: int, tokens: np.ndarray) -> None:
+    def _blocks_of(self, row: int, token_ids: np.ndarray, num_tokens: int) -> list[bytes]:
+        """Keys of the blocks that the row has not committed yet and that are complete at `num_tokens`."""
+        page_tokens, committed = self.page_tokens, self._num_committed_at[row]
+        raw = _key(token_ids[committed * page_tokens : num_tokens // page_tokens * page_tokens])
+        return [raw[start : start + 4 * page_tokens] for start in range(0, len(raw), 4 * page_tokens)]
+
+    def _commit_blocks(self, row: int, blocks: list[bytes]) -> None:
+        for index, key in enumerate(blocks):
+            if self.tree.child(self._frontier_at[row], key) == NO_NODE:
+                self._commit_new_blocks(row, blocks[index:])
+                return
+            self._commit_block(row, self._num_committed_at[row], key)
+
+    def _commit_new_blocks(self, row: int, blocks: list[bytes]) -> list[int]:
+        """`_commit_block` for the row's next blocks, the first of which the tree has not: so it has none of them.
+        Returns their nodes."""
+        tree, parent, first = self.tree, self._frontier_at[row], self._num_committed_at[row]
+        nodes = tree.insert_chain(parent, blocks)
+        pages = self.tables[:, row, first : first + len(nodes)]
+        tree.page[:, nodes] = pages
+        tree.refs[:, nodes] = pages != NULL_PAGE  # where slid already, there is nothing to refer to
+        tree.pin(nodes[-1])
+        tree.unpin(parent)
+        self._frontier_at[row] = nodes[-1]
+        self.nodes[row, first : first + len(nodes)] = nodes
+        self._num_committed_at[row] = first + len(nodes)
+        return nodes
+
+    def _commit_block(self, row: int, block: int, key: bytes) -> None:
         """Hand the block to the tree. Where the tree has it already, take the tree's pages for our own;
         where the tree's node is a tombstone, ours revive it. Either way the row holds references."""
         tree = self.tree
         parent = self._frontier_at[row]
-        key = _key(tokens)
         node = tree.child(parent, key)
         if node == NO_NODE:
             node = tree.insert(parent, key)

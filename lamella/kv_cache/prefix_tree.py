@@ -200,13 +200,38 @@ class PrefixTree:
         self._by_first_token.setdefault((parent, tokens[:4]), {})[node] = None
         return node
 
+    def insert_chain(self, parent: int, blocks: list[bytes]) -> list[int]:
+        """Like `insert` of each of `blocks` (one at least) below the one before, in a fraction of the time.
+
+        `parent` has no child for the first block. The caller gives them pages, references and a pin at once.
+        """
+        nodes = self._new_rows(len(blocks))
+        parents = [parent, *nodes[:-1]]
+        keys = list(zip(parents, blocks, strict=True))
+        self._children.update(zip(keys, nodes, strict=True))
+        self._key.update(zip(nodes, keys, strict=True))
+        self._by_first_token.setdefault((parent, blocks[0][:4]), {})[nodes[0]] = None
+        for above, tokens, node in zip(nodes, blocks[1:], nodes[1:], strict=False):
+            self._by_first_token[above, tokens[:4]] = {node: None}
+        self.parent[nodes] = parents
+        self.end[nodes] = self.end[parent] + np.cumsum([len(tokens) // 4 for tokens in blocks])
+        self.num_children[parents] += 1
+        return nodes
+
     def _new_row(self) -> int:
         if self._free_nodes:
             return self._free_nodes.pop()
-        if self._num_rows == len(self.parent):
+        return self._new_rows(1)[0]
+
+    def _new_rows(self, count: int) -> list[int]:
+        rows = self._free_nodes[-count:]
+        del self._free_nodes[-count:]
+        num_more = count - len(rows)
+        while self._num_rows + num_more > len(self.parent):
             self._grow_rows()
-        self._num_rows += 1
-        return self._num_rows - 1
+        rows += range(self._num_rows, self._num_rows + num_more)
+        self._num_rows += num_more
+        return rows
 
     # References
 
