@@ -185,13 +185,16 @@ class Arena:
 
     def _lend_whole(self, group: int, num_slabs: int) -> list[int]:
         """All pages of so many free slabs, taken."""
+        if num_slabs == 1:
+            slab = self._free_slabs.pop()
+            self._free_pages[slab] = []
+            self.num_lent_slabs[group] += 1
+            self._slab_group_at[slab] = group
+            return [*self._pages_of(group, slab)]
         slabs = self._free_slabs[: -num_slabs - 1 : -1]
         del self._free_slabs[-num_slabs:]
         self._free_pages.update((slab, []) for slab in slabs)
         self.num_lent_slabs[group] += num_slabs
-        if num_slabs == 1:
-            self._slab_group_at[slabs[0]] = group
-            return list(self._pages_of(group, slabs[0]))
         self.slab_group[slabs] = group
         return (np.array(slabs)[:, None] * self.layout.slab_units + self._pages_of(group, 0)).ravel().tolist()
 
