@@ -181,8 +181,12 @@ class Scheduler:
         computed = rows.num_computed[running]
         decodes = rows.num_tokens[running] - computed == 1
         num_preemptions = self._num_preemptions
-        for row in running[decodes & (computed >= rows.due[running])].tolist():
-            if rows.requests[row] is not None and self._grow_or_preempt(row, 1, is_prefill=False):
+        due = decodes & (computed >= rows.due[running])
+        for row, position in zip(running[due].tolist(), computed[due].tolist(), strict=True):
+            if rows.requests[row] is None:
+                continue  # preempted for one before
+            has_room = self.manager.grow(row, position, 1, is_prefill=False)
+            if has_room or self._grow_or_preempt(row, 1, is_prefill=False):
                 rows.due[row] = self.manager.next_due(row)
         if self._num_preemptions > num_preemptions:
             decodes &= [rows.requests[row] is not None for row in running.tolist()]
