@@ -19,7 +19,7 @@ class PageCopies:
 class GroupPlan:
     """One group's part of the step; see AttentionMetadata for the arrays."""
 
-    block_tables: np.ndarray  # int64 [R, width], wider than any row needs, and NULL_PAGE there
+    block_tables: np.ndarray  # int64 [R, width]; width may exceed what any row needs, and is NULL_PAGE there
     first_blocks: np.ndarray  # int64 [R]
     slot_mapping: np.ndarray  # int64 [T]
     copies: PageCopies
