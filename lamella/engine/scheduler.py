@@ -72,6 +72,7 @@ class Scheduler:
         self._tables = GatheredTables(manager)
         self._scheduled = np.zeros(0, dtype=np.int64)
         self._num_new = np.zeros(0, dtype=np.int64)
+        self._one_each = np.ones(max_num_seqs, dtype=np.int64)
         self._admitted: set[int] = set()  # rows that the step in preparation admits
         self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
         self._num_steps = self._num_preemptions = 0
@@ -111,24 +112,21 @@ class Scheduler:
         """Plan the next step and reserve its memory; None when nothing can run."""
         self._admitted.clear()
         num_preemptions = self._num_preemptions
-        decodes = self._grow_decodes()
-        num_new = dict.fromkeys(decodes.tolist(), 1)
-        budget = min(self.max_num_batched_tokens - len(num_new), self.prefill_tokens)
-        if len(num_new) < len(self.running):
+        self._scheduled = decodes = self._grow_decodes()
+        self._num_new = self._one_each[: len(decodes)]
+        if self.queue or len(decodes) < len(self.running):
+            num_new = dict.fromkeys(decodes.tolist(), 1)
+            budget = min(self.max_num_batched_tokens - len(num_new), self.prefill_tokens)
             budget = self._continue_prefills(num_new, budget)
-        if self._num_preemptions == num_preemptions and self.queue:
-            self._admit(num_new, budget)
-        if not num_new:
-            return None
-        if self._num_preemptions == num_preemptions and len(num_new) == len(decodes):
-            self._scheduled = decodes
-            self._num_new = np.ones(len(decodes), dtype=np.int64)
-        else:
+            if self._num_preemptions == num_preemptions:
+                self._admit(num_new, budget)
             # Memory for a later row may have come from one that was planned before.
             planned = [row for row in self.running if row in num_new]
             planned.sort(key=lambda row: num_new[row] > 1)
             self._scheduled = np.array(planned, dtype=np.int64)
             self._num_new = np.array([num_new[row] for row in planned], dtype=np.int64)
+        if not len(self._scheduled):
+            return None
         return build_step_plan(self.rows, self.manager, self._tables, self._scheduled, self._num_new)
 
     def update(self, result: StepResult) -> list[NewToken]:
@@ -142,9 +140,9 @@ class Scheduler:
         ends_prompt = computed == rows.num_prompt_tokens[scheduled]
         to_commit = computed // manager.page_tokens > manager.num_settled[scheduled]
         to_commit |= ends_prompt
-        for index in to_commit.nonzero()[0].tolist():
-            row = int(scheduled[index])
-            manager.commit(row, rows.tokens[row], int(computed[index]), ends_prompt=bool(ends_prompt[index]))
+        events = scheduled[to_commit], computed[to_commit], ends_prompt[to_commit]
+        for row, num_computed, ends in zip(*(event.tolist() for event in events), strict=True):
+            manager.commit(row, rows.tokens[row], num_computed, ends_prompt=ends)
         sampled = computed == rows.num_tokens[scheduled]
         # A prefill held window pages for its chunk: let them go at the first decode.
         rows.due[scheduled[sampled & (self._num_new > 1)]] = 0
@@ -184,8 +182,12 @@ class Scheduler:
         computed = rows.num_computed[running]
         decodes = rows.num_tokens[running] - computed == 1
         num_preemptions = self._num_preemptions
-        for row in running[decodes & (computed >= rows.due[running])].tolist():
-            if rows.requests[row] is not None and self._grow_or_preempt(row, 1, is_prefill=False):
+        due = decodes & (computed >= rows.due[running])
+        for row, position in zip(running[due].tolist(), computed[due].tolist(), strict=True):
+            if rows.requests[row] is None:
+                continue  # preempted for one before
+            has_room = self.manager.grow(row, position, 1, is_prefill=False)
+            if has_room or self._grow_or_preempt(row, 1, is_prefill=False):
                 rows.due[row] = self.manager.next_due(row)
         if self._num_preemptions > num_preemptions:
             decodes &= [rows.requests[row] is not None for row in running.tolist()]

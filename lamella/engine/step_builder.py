@@ -20,8 +20,7 @@ def build_step_plan(
     num_requests, page_tokens = len(scheduled), manager.page_tokens
     num_computed = rows.num_computed[scheduled]
     seq_lens = num_computed + num_new
-    num_tokens = int(num_new.sum())
-    if num_tokens == num_requests:  # pure decode
+    if num_new[-1] == 1:  # pure decode
         num_decodes = num_requests
         query_start = np.arange(num_requests + 1)
         positions, row_of_token = num_computed, scheduled
@@ -30,7 +29,7 @@ def build_step_plan(
         query_start = np.zeros(num_requests + 1, dtype=np.int64)
         np.cumsum(num_new, out=query_start[1:])
         request_of_token = np.repeat(np.arange(num_requests), num_new)
-        positions = np.arange(num_tokens) - (query_start[:-1] - num_computed)[request_of_token]
+        positions = np.arange(query_start[-1]) - (query_start[:-1] - num_computed)[request_of_token]
         row_of_token = scheduled[request_of_token]
     sample_requests = (seq_lens == rows.num_tokens[scheduled]).nonzero()[0]
     blocks = positions // page_tokens

@@ -88,10 +88,13 @@ class Arena:
                 self._unlist(group, slab)
                 self._take(group, slab, count, pages)
         pages_per_slab = self._pages_per_slab[group]
+        num_whole = min((count - len(pages)) // pages_per_slab, self.num_lendable_slabs(group))
+        if num_whole:
+            pages += self._lend_whole(group, num_whole)
         while len(pages) < count:
             missing = count - len(pages)
             partial = self._partial[group]
-            if partial and not (missing >= pages_per_slab and self.num_lendable_slabs(group)):
+            if partial:
                 slab = next(iter(partial[min(partial)]))
                 self._unlist(group, slab)
             else:
@@ -179,6 +182,21 @@ class Arena:
             into += free_pages[: -most - 1 : -1]
             del free_pages[-most:]
         self._list(group, slab)
+
+    def _lend_whole(self, group: int, num_slabs: int) -> list[int]:
+        """All pages of so many free slabs, taken."""
+        if num_slabs == 1:
+            slab = self._free_slabs.pop()
+            self._free_pages[slab] = []
+            self.num_lent_slabs[group] += 1
+            self._slab_group_at[slab] = group
+            return [*self._pages_of(group, slab)]
+        slabs = self._free_slabs[: -num_slabs - 1 : -1]
+        del self._free_slabs[-num_slabs:]
+        self._free_pages.update((slab, []) for slab in slabs)
+        self.num_lent_slabs[group] += num_slabs
+        self.slab_group[slabs] = group
+        return (np.array(slabs)[:, None] * self.layout.slab_units + self._pages_of(group, 0)).ravel().tolist()
 
     def _lend_slab(self, group: int) -> int:
         """A free slab for the group, unlisted."""

@@ -25,6 +25,7 @@ from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.spec import ceil_div
 
 NOT_DUE = np.iinfo(np.int64).max
+_NO_PAGES = np.zeros(0, dtype=np.int64)
 
 
 class MovedPages(NamedTuple):
@@ -45,7 +46,7 @@ class GroupUsage(NamedTuple):
 
 def _key(tokens: np.ndarray) -> bytes:
     """How the prefix tree knows a block."""
-    return tokens.astype(np.int32, copy=False).tobytes()
+    return tokens.tobytes() if tokens.dtype == np.int32 else tokens.astype(np.int32).tobytes()
 
 
 class HybridBlockManager:
@@ -103,11 +104,13 @@ class HybridBlockManager:
         self._stamps_at = [memoryview(rows) for rows in self.table_stamps]
         self._num_blocks_at, self._num_committed_at = memoryview(self.num_blocks), memoryview(self.num_committed)
         self._num_settled_at, self._frontier_at = memoryview(self.num_settled), memoryview(self.frontier)
+        self._junction_at, self._prompt_tail_at = memoryview(self._junction), memoryview(self._prompt_tail)
         # Row -> its planned copies (group, source node, target page). The source is locked meanwhile.
         self.copies: dict[int, list[tuple[int, int, int]]] = {}
         # What compaction moved since the last step, in its order. To copy before anything else.
         self.moves: list[MovedPages] = []
         self.num_slab_moves = self.num_moved_pages = 0
+        self._keeps_block_ends = self.retention.name == "all" or self.retention.grid_tokens is not None
         self.num_owned = [0] * self.num_groups
         self.peak_owned = [0] * self.num_groups
 
@@ -197,6 +200,8 @@ class HybridBlockManager:
 
     def planned_copies(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Per group (source pages, target pages) to copy before the next step; `end_step` when they have run."""
+        if not self.copies:
+            return [(_NO_PAGES, _NO_PAGES)] * self.num_groups
         per_group = []
         for group in range(self.num_groups):
             pairs = [
@@ -236,10 +241,10 @@ class HybridBlockManager:
             lag_tokens = first - kept * self.page_tokens
             if lag_tokens < self.page_tokens or not (is_prefill or lag_tokens >= self.interval_tokens):
                 continue
-            new_first = min(first // self.page_tokens, self._num_blocks_at[row])
-            for block in range(kept, new_first):
+            new_first = first // self.page_tokens
+            for block in range(kept, min(new_first, self._num_blocks_at[row])):
                 self._release_block(group, row, block)
-            self._first_kept_at[group][row] = max(kept, first // self.page_tokens)
+            self._first_kept_at[group][row] = new_first
             self._stamp(group, row)
 
     def _extend(self, row: int, num_blocks: int) -> bool:
@@ -321,13 +326,9 @@ class HybridBlockManager:
         """
         if not self.enable_prefix_caching:
             return
-        tree, page_tokens = self.tree, self.page_tokens
-        for block in range(int(self.num_committed[row]), num_tokens // page_tokens):
-            tokens = token_ids[block * page_tokens : (block + 1) * page_tokens]
-            if tree.child(int(self.frontier[row]), _key(tokens)) != NO_NODE:
-                return
-            self._commit_block(row, block, tokens)
-            tree.pending.add(int(self.frontier[row]))
+        tree, blocks = self.tree, self._blocks_of(row, token_ids, num_tokens)
+        if blocks and tree.child(self._frontier_at[row], blocks[0]) == NO_NODE:
+            tree.pending.update(self._commit_new_blocks(row, blocks))
 
     def commit(self, row: int, token_ids: np.ndarray, num_computed: int, *, ends_prompt: bool = False) -> None:
         """Enter the blocks that are complete at `num_computed` in the tree, and keep resume points.
@@ -339,9 +340,16 @@ class HybridBlockManager:
             return
         page_tokens = self.page_tokens
         complete = num_computed // page_tokens
-        for block in range(self._num_committed_at[row], complete):
-            self._commit_block(row, block, token_ids[block * page_tokens : (block + 1) * page_tokens])
-        for block in range(self._num_settled_at[row], complete):
+        committed = self._num_committed_at[row]
+        if complete - committed == 1:
+            self._commit_block(row, committed, _key(token_ids[committed * page_tokens : complete * page_tokens]))
+        elif complete > committed:
+            self._commit_blocks(row, self._blocks_of(row, token_ids, num_computed))
+        unsettled: Sequence[int] = range(self._num_settled_at[row], complete)
+        if len(unsettled) > 2 and not self._keeps_block_ends:  # then only these two can matter
+            ends = {self._prompt_tail_at[row], self._junction_at[row]}
+            unsettled = sorted(end // page_tokens - 1 for end in ends if end // page_tokens - 1 in unsettled)
+        for block in unsettled:
             self._settle_block(row, block)
         self._num_settled_at[row] = complete
         if ends_prompt:
@@ -381,6 +389,8 @@ class HybridBlockManager:
         frontier = node = int(self.frontier[row])
         for _ in range(int(self.num_committed[row]) - complete):
             node = int(self.tree.parent[node])
+        for group in range(self.num_groups):
+            self._stamp(group, row)
         self.nodes[row, complete:] = NO_NODE
         self.num_blocks[row] = min(int(self.num_blocks[row]), complete)
         self.num_committed[row] = min(int(self.num_committed[row]), complete)
@@ -399,7 +409,7 @@ class HybridBlockManager:
             self.commit(row, token_ids, num_computed)
             complete = num_computed // self.page_tokens
             if num_computed % self.page_tokens:
-                self._commit_block(row, complete, token_ids[complete * self.page_tokens : num_computed])
+                self._commit_block(row, complete, _key(token_ids[complete * self.page_tokens : num_computed]))
             if num_computed:
                 self._add_resume_point(row, int(self.num_committed[row]), since=num_computed)
         self._drop_row(row)
@@ -407,20 +417,47 @@ class HybridBlockManager:
     def _settle_block(self, row: int, block: int) -> None:
         """The block's contents are computed: keep the resume point that belongs at its end, if any."""
         start, end = block * self.page_tokens, (block + 1) * self.page_tokens
-        if end == self._prompt_tail[row]:
+        if end == self._prompt_tail_at[row]:
             # Now the prompt's end can be kept to the token; this covers what was kept a block earlier.
             self._add_resume_point(row, block + 1, since=start)
             if block:
                 self.tree.drop_resume_point(int(self.nodes[row, block - 1]))
-        elif end == self._junction[row] or self.retention.keeps_block_end(end, self.page_tokens):
+        elif end == self._junction_at[row] or self.retention.keeps_block_end(end, self.page_tokens):
             self._add_resume_point(row, block + 1, since=end)
 
-    def _commit_block(self, row: int, block: int, tokens: np.ndarray) -> None:
+    def _blocks_of(self, row: int, token_ids: np.ndarray, num_tokens: int) -> list[bytes]:
+        """Keys of the blocks that the row has not committed yet and that are complete at `num_tokens`."""
+        page_tokens, committed = self.page_tokens, self._num_committed_at[row]
+        raw = _key(token_ids[committed * page_tokens : num_tokens // page_tokens * page_tokens])
+        return [raw[start : start + 4 * page_tokens] for start in range(0, len(raw), 4 * page_tokens)]
+
+    def _commit_blocks(self, row: int, blocks: list[bytes]) -> None:
+        for index, key in enumerate(blocks):
+            if self.tree.child(self._frontier_at[row], key) == NO_NODE:
+                self._commit_new_blocks(row, blocks[index:])
+                return
+            self._commit_block(row, self._num_committed_at[row], key)
+
+    def _commit_new_blocks(self, row: int, blocks: list[bytes]) -> list[int]:
+        """`_commit_block` for the row's next blocks, the first of which the tree has not: so it has none of them.
+        Returns their nodes."""
+        tree, parent, first = self.tree, self._frontier_at[row], self._num_committed_at[row]
+        nodes = tree.insert_chain(parent, blocks)
+        pages = self.tables[:, row, first : first + len(nodes)]
+        tree.page[:, nodes] = pages
+        tree.refs[:, nodes] = pages != NULL_PAGE  # where slid already, there is nothing to refer to
+        tree.pin(nodes[-1])
+        tree.unpin(parent)
+        self._frontier_at[row] = nodes[-1]
+        self.nodes[row, first : first + len(nodes)] = nodes
+        self._num_committed_at[row] = first + len(nodes)
+        return nodes
+
+    def _commit_block(self, row: int, block: int, key: bytes) -> None:
         """Hand the block to the tree. Where the tree has it already, take the tree's pages for our own;
         where the tree's node is a tombstone, ours revive it. Either way the row holds references."""
         tree = self.tree
         parent = self._frontier_at[row]
-        key = _key(tokens)
         node = tree.child(parent, key)
         if node == NO_NODE:
             node = tree.insert(parent, key)
@@ -429,18 +466,18 @@ class HybridBlockManager:
         self._frontier_at[row] = node
         self._nodes_at[row][block] = node
         self._num_committed_at[row] = block + 1
-        for group in range(self.num_groups):
-            page = self._pages_at[group][row][block]
+        for group, tables in enumerate(self._pages_at):
+            page = tables[row][block]
             if page == NULL_PAGE:
                 continue  # slid already
-            existing = int(tree.page[group, node])
-            if existing == NULL_PAGE:
-                tree.page[group, node] = page
-            else:
-                self.arena.free(group, page)
-                self._count_owned(group, -int(tree.refs[group, node] != 0))
-                self._stamp(group, row)
-            self._pages_at[group][row][block] = tree.lock(group, node)
+            if tree.page_at[group][node] == NULL_PAGE:
+                tree.page_at[group][node] = page
+                tree.lock(group, node)
+                continue
+            self.arena.free(group, page)
+            self._count_owned(group, -int(tree.refs[group, node] != 0))
+            tables[row][block] = tree.lock(group, node)
+            self._stamp(group, row)
 
     def _add_resume_point(self, row: int, last_block: int, *, since: int) -> None:
         """Make the end of the row's first `last_block` blocks a resume point that holds, of each window, what
@@ -465,11 +502,11 @@ class HybridBlockManager:
         tree.add_resume_point(node, held)
 
     def _release_block(self, group: int, row: int, block: int) -> None:
+        """The caller stamps the row."""
         page = self._pages_at[group][row][block]
         if page == NULL_PAGE:
             return
         self._pages_at[group][row][block] = NULL_PAGE
-        self._stamp(group, row)
         node = self._nodes_at[row][block]
         if node == NO_NODE:
             self.arena.free(group, page)
@@ -478,7 +515,7 @@ class HybridBlockManager:
             self._unlock(group, node)
 
     def _unlock(self, group: int, node: int) -> None:
-        self._count_owned(group, -(self.tree._refs_at[group][node] == 1))
+        self._count_owned(group, -(self.tree.refs_at[group][node] == 1))
         self.tree.unlock(group, node)
 
     def _drop_row(self, row: int) -> None:
@@ -505,9 +542,9 @@ class HybridBlockManager:
     # Reports
 
     def _count_owned(self, group: int, change: int) -> None:
-        self.num_owned[group] += change
-        if self.num_owned[group] > self.peak_owned[group]:
-            self.peak_owned[group] = self.num_owned[group]
+        self.num_owned[group] = now = self.num_owned[group] + change
+        if now > self.peak_owned[group]:
+            self.peak_owned[group] = now
 
     def usage(self) -> dict[str, GroupUsage]:
         report = {}

@@ -71,6 +71,7 @@ class PrefixTree:
         self._free_page = free_page
         self.full_groups = [group for group, spec in enumerate(specs) if not spec.is_windowed]
         self.windowed_groups = [group for group, spec in enumerate(specs) if spec.is_windowed]
+        self._is_windowed = [spec.is_windowed for spec in specs]
         self.num_tombstones = 0
         self.num_evicted_resume_points = 0
         self._allocate_rows(256)
@@ -100,8 +101,8 @@ class PrefixTree:
         # The same memory one item at a time: plain ints, several times faster than items of an array.
         self._parent_at, self._end_at = memoryview(self.parent), memoryview(self.end)
         self._num_children_at, self._pins_at = memoryview(self.num_children), memoryview(self.pins)
-        self._page_at = [memoryview(row) for row in self.page]
-        self._refs_at = [memoryview(row) for row in self.refs]
+        self.page_at = [memoryview(row) for row in self.page]
+        self.refs_at = [memoryview(row) for row in self.refs]
         self._holds_at = [memoryview(row) for row in self.holds]
 
     def _grow_rows(self) -> None:
@@ -214,30 +215,56 @@ class PrefixTree:
         self._by_first_token.setdefault((parent, tokens[:4]), {})[node] = None
         return node
 
+    def insert_chain(self, parent: int, blocks: list[bytes]) -> list[int]:
+        """Like `insert` of each of `blocks` (one at least) below the one before, in a fraction of the time.
+
+        `parent` has no child for the first block. The caller gives them pages, references and a pin at once.
+        """
+        nodes = self._new_rows(len(blocks))
+        parents = [parent, *nodes[:-1]]
+        keys = list(zip(parents, blocks, strict=True))
+        self._children.update(zip(keys, nodes, strict=True))
+        self._key.update(zip(nodes, keys, strict=True))
+        self._by_first_token.setdefault((parent, blocks[0][:4]), {})[nodes[0]] = None
+        for above, tokens, node in zip(nodes, blocks[1:], nodes[1:], strict=False):
+            self._by_first_token[above, tokens[:4]] = {node: None}
+        self.parent[nodes] = parents
+        self.end[nodes] = self.end[parent] + np.cumsum([len(tokens) // 4 for tokens in blocks])
+        self.num_children[parents] += 1
+        return nodes
+
     def _new_row(self) -> int:
         if self._free_nodes:
             return self._free_nodes.pop()
-        if self._num_rows == len(self.parent):
+        return self._new_rows(1)[0]
+
+    def _new_rows(self, count: int) -> list[int]:
+        rows = self._free_nodes[-count:]
+        del self._free_nodes[-count:]
+        num_more = count - len(rows)
+        while self._num_rows + num_more > len(self.parent):
             self._grow_rows()
-        self._num_rows += 1
-        return self._num_rows - 1
+        rows += range(self._num_rows, self._num_rows + num_more)
+        self._num_rows += num_more
+        return rows
 
     # References
 
     def lock(self, group: int, node: int) -> int:
         """Add a reference to the node's page of `group` and return the page, which must exist."""
-        page = self._page_at[group][node]
+        page = self.page_at[group][node]
         assert page != NULL_PAGE, "only a live page can be locked"
-        self._refs_at[group][node] += 1
+        self.refs_at[group][node] += 1
         self.spare.pop((group, node), None)
         return page
 
     def unlock(self, group: int, node: int) -> None:
         """Drop one reference. A windowed page that nothing else keeps is freed; so is a node."""
-        refs = self._refs_at[group]
-        refs[node] -= 1
-        assert refs[node] >= 0, "unlock without lock"
-        if refs[node] == 0:
+        refs = self.refs_at[group]
+        left = refs[node] - 1
+        assert left >= 0, "unlock without lock"
+        refs[node] = left
+        if not left:
             self._release_window_page(group, node)
             self.prune(node)
 
@@ -252,8 +279,8 @@ class PrefixTree:
 
     def _release_window_page(self, group: int, node: int) -> None:
         """A windowed page that nothing keeps is spare, or free."""
-        if self.specs[group].is_windowed and not self._refs_at[group][node] and not self._holds_at[group][node]:
-            if self._page_at[group][node] == NULL_PAGE:
+        if self._is_windowed[group] and not self.refs_at[group][node] and not self._holds_at[group][node]:
+            if self.page_at[group][node] == NULL_PAGE:
                 return
             if self.keep_spare and node not in self.pending:
                 self.spare[group, node] = None
@@ -261,20 +288,22 @@ class PrefixTree:
                 self._drop_window_page(group, node)
 
     def _drop_window_page(self, group: int, node: int) -> None:
-        page = self._page_at[group][node]
-        self._page_at[group][node] = NULL_PAGE
+        page = self.page_at[group][node]
+        self.page_at[group][node] = NULL_PAGE
         self.num_tombstones += 1
         self._free_page(group, page)
 
     def prune(self, node: int) -> None:
         """Remove the node if it has no reason to exist, then its ancestors likewise."""
+        if self._num_children_at[node]:
+            return
         while node in self._key and not (
             self._num_children_at[node]
             or self._pins_at[node]
             or node in self.resume_points
-            or any(refs[node] for refs in self._refs_at)
+            or any(refs[node] for refs in self.refs_at)
         ):
-            for group, pages in enumerate(self._page_at):
+            for group, pages in enumerate(self.page_at):
                 page = pages[node]
                 if page != NULL_PAGE:
                     pages[node] = NULL_PAGE

@@ -28,7 +28,7 @@ class PageMoves:
 class GroupPlan:
     """One group's part of the step; see AttentionMetadata for the arrays."""
 
-    block_tables: np.ndarray  # int64 [R, width]
+    block_tables: np.ndarray  # int64 [R, width]; width may exceed what any row needs, and is NULL_PAGE there
     first_blocks: np.ndarray  # int64 [R]
     slot_mapping: np.ndarray  # int64 [T]
     copies: PageCopies
@@ -60,6 +60,8 @@ class StepPlan:
     """A ragged batch: R requests, T new tokens, S rows to sample.
 
     Requests with one new token whose context is complete come first (`num_decodes` of them).
+    The arrays are the planner's too: whoever runs the step only reads them, and is done with them when the second
+    plan after this one is made.
     """
 
     token_ids: np.ndarray  # int64 [T]

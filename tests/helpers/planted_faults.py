@@ -15,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 
+from lamella.engine import gathered_tables
 from lamella.engine import scheduler as scheduler_module
 from lamella.engine.scheduler import Scheduler
 from lamella.kv_cache.arena import NULL_PAGE, Arena
@@ -149,6 +150,10 @@ class _ParentBlind(dict):  # type: ignore[type-arg]
 
     def __setitem__(self, key, value):
         super().__setitem__(key[1], value)
+
+    def update(self, items):
+        for key, value in items:
+            self[key] = value
 
     def __getitem__(self, key):
         return super().__getitem__(key[1])
@@ -336,15 +341,15 @@ def evicts_while_memory_is_free(original, manager, *args):
 
 
 @replaces(HybridBlockManager, "_commit_block")
-def revival_takes_the_wrong_page(original, manager, row, block, tokens):
+def revival_takes_the_wrong_page(original, manager, row, block, key):
     """Where a tombstone comes back to life, hand over the page of the block after."""
     tree, tables = manager.tree, manager.tables
-    node = tree.child(int(manager.frontier[row]), tokens.astype(np.int32).tobytes())
+    node = tree.child(int(manager.frontier[row]), key)
     for group in tree.windowed_groups:
         is_tombstone = node != NO_NODE and tree.page[group, node] == NULL_PAGE
         if is_tombstone and block + 1 < manager.num_blocks[row] and tables[group, row, block] != NULL_PAGE:
             tables[group, row, [block, block + 1]] = tables[group, row, [block + 1, block]]
-    original(manager, row, block, tokens)
+    original(manager, row, block, key)
 
 
 # The arena
@@ -389,6 +394,28 @@ def null_slab_handed_out(original, arena, group, count, near_page=NULL_PAGE):
 @replaces(HybridBlockManager, "next_due")
 def decode_grows_one_block_late(original, manager, row):
     return original(manager, row) + manager.page_tokens
+
+
+@replaces(gathered_tables._ArraySet, "_copy")
+def changed_row_not_rewritten(original, arrays, group, rows, indices):
+    original(arrays, group, rows, indices[:-1])
+
+
+@replaces(HybridBlockManager, "_stamp")
+def changed_row_not_stamped(original, manager, group, row):
+    pass
+
+
+@replaces(gathered_tables.GatheredTables, "gather")
+def plans_share_their_arrays(original, tables, rows):
+    tables._turn = 0
+    return original(tables, rows)
+
+
+@replaces(PrefixTree, "insert_chain")
+def chain_hangs_from_its_parent(original, tree, parent, blocks):
+    """Every block of a chain becomes a child of the first one's parent."""
+    return [tree.insert(parent, tokens) for tokens in blocks]
 
 
 @replaces(Scheduler, "_has_room")

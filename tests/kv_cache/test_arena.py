@@ -106,3 +106,19 @@ def test_no_two_pages_ever_overlap(actions):
     for owner, page in held:
         arena.free(owner, page)
     assert arena.num_free_slabs == 5
+
+
+@pytest.mark.parametrize("count", [5, 7, 10, 23])
+def test_whole_slabs_at_once_are_what_one_page_at_a_time_gets(count):
+    at_once, one_by_one = make_arena(num_slabs=7), make_arena(num_slabs=7)
+    for arena in (at_once, one_by_one):
+        assert arena.allocate(1, 1) == [5]
+    pages = at_once.allocate(0, count)
+    assert pages == [page for _ in range(count) for page in one_by_one.allocate(0, 1)] == list(range(10, 10 + count))
+    for arena in (at_once, one_by_one):
+        assert arena.num_free_slabs == 6 - 1 - -(-count // 5)
+        assert arena.num_lent_slabs == [-(-count // 5), 1]
+        assert arena.free_pages_of(0) == set(range(10 + count, 10 + -(-count // 5) * 5))
+        for page in pages:
+            arena.free(0, page)
+        assert arena.num_free_slabs == 5

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from lamella.errors import InvariantError
 from lamella.kv_cache import invariants
+from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.layout import build_layout
+from lamella.kv_cache.prefix_tree import NO_NODE, PrefixMatch
+from lamella.kv_cache.retention import RetentionPolicy
 from tests.helpers.fake_executor import foretell
 from tests.helpers.simulation import Simulation, chunked, full, sliding
 
@@ -232,3 +237,34 @@ def test_a_failed_chunk_keeps_what_earlier_chunks_computed():
     assert simulation.manager.match(request.token_ids).num_tokens == 8, "ten tokens, of which two whole blocks"
     simulation.run()
     assert simulation.outputs["r"] == foretell(None, range(30), 5)
+
+
+@pytest.mark.parametrize("known", [0, 3, 7])
+@pytest.mark.parametrize("retention", ["tails", "all"])
+def test_blocks_committed_at_once_are_what_one_at_a_time_gets(known, retention):
+    """37 tokens of which the cache has the first `known` blocks: same hits at every length, same pages in use."""
+    token_ids = np.arange(37, dtype=np.int32)
+    managers = []
+    for ends in ([37], range(1, 38)):
+        manager = HybridBlockManager(
+            build_layout(HYBRID, page_tokens=4), num_slabs=200, num_rows=2, max_model_len=60, interval_tokens=4,
+            retention=RetentionPolicy(retention),
+        )  # fmt: skip
+        for row, num_tokens in enumerate([4 * known, 37]):
+            manager.begin(row, PrefixMatch(0, [], NO_NODE, 0))  # as if both had started before either was known
+            assert manager.grow(row, 0, num_tokens, is_prefill=True)
+        manager.commit(0, token_ids, 4 * known)
+        for end in ends:
+            manager.commit(1, token_ids, end, ends_prompt=end == 37)
+        invariants.check(manager)
+        managers.append(manager)
+    at_once, one_by_one = managers
+    assert at_once.tables.tolist() == one_by_one.tables.tolist()
+    assert at_once.nodes.tolist() == one_by_one.nodes.tolist()
+    for row in range(2):
+        for manager in managers:
+            manager.release(row, token_ids, [4 * known, 37][row])
+    for length in range(2, 38):
+        assert at_once.match(token_ids[:length]) == one_by_one.match(token_ids[:length])
+    assert at_once.usage() == one_by_one.usage()
+    assert at_once.match(token_ids).num_tokens == 36

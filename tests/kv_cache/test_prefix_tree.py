@@ -175,3 +175,45 @@ def test_locked_pages_outlive_their_resume_point():
     assert [group for group, _ in bench.freed] == [1]
     bench.tree.unlock(0, node)
     assert [group for group, _ in bench.freed] == [1, 0]
+
+
+def test_a_chain_is_like_one_block_after_the_other():
+    """Same parents, ends and look-ups, so that matches agree; where it starts beside another child, inside it too."""
+    blocks = [np.array(pair, dtype=np.int32).tobytes() for pair in ([1, 2], [3, 4], [1, 2], [5, 6])]
+    one_by_one, at_once = Bench([full()]), Bench([full()])
+    for bench in (one_by_one, at_once):
+        assert bench.chain([1, 9, 7, 7]) == [1, 2]
+    parent = one_by_one.tree.root(None)
+    nodes = []
+    for tokens in blocks:
+        nodes.append(one_by_one.tree.insert(nodes[-1] if nodes else parent, tokens))
+    assert at_once.tree.insert_chain(parent, blocks) == nodes == [3, 4, 5, 6]
+    for bench in (one_by_one, at_once):
+        tree = bench.tree
+        assert tree.parent[[1, *nodes]].tolist() == [0, 0, 3, 4, 5]
+        assert tree.end[nodes].tolist() == [2, 4, 6, 8]
+        assert tree.num_children[[parent, *nodes]].tolist() == [2, 1, 1, 1, 0]
+        tree.page[0, nodes] = [90, 91, 92, 93]
+        assert bench.match([1, 2, 3, 4, 1, 2, 5, 6]).path == nodes
+        assert bench.match([1, 2, 3, 4, 1, 8])[:3] == (5, nodes[:2], nodes[2])
+        assert bench.match([1, 9, 7, 8])[:3] == (3, [1], 2)
+        tree.pin(nodes[-1])
+        tree.unpin(nodes[-1])
+        assert bench.freed == [(0, 93), (0, 92), (0, 91), (0, 90)]
+        assert sorted(tree.nodes()) == [1, 2]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 255, 256, 700])
+def test_a_chain_takes_free_nodes_first_and_then_new_ones(num_blocks):
+    """The tree has room for 256 nodes at first; a root and three nodes that went leave the numbers 1 to 3 free."""
+    tree = Bench([full()]).tree
+    root = tree.root(None)
+    gone = tree.insert_chain(root, [bytes(8), bytes(8), bytes(8)])
+    tree.pin(root)
+    tree.prune(gone[-1])
+    blocks = [np.array([index, index], dtype=np.int32).tobytes() for index in range(num_blocks)]
+    nodes = tree.insert_chain(root, blocks)
+    assert sorted(nodes)[:3] == [1, 2, 3][:num_blocks]
+    assert sorted([*nodes, *[1, 2, 3][num_blocks:]]) == list(range(1, max(num_blocks, 3) + 1))
+    assert tree.parent[nodes].tolist() == [root, *nodes[:-1]]
+    assert tree.end[nodes].tolist() == list(range(2, 2 * num_blocks + 1, 2))

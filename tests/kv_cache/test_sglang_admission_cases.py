@@ -108,7 +108,7 @@ def test_cached_windows_give_way_before_anyone_is_preempted():
     )
     for index in range(6):
         serve(simulation, prompt_of(80, index))
-    assert simulation.manager.arena.num_free_slabs < 4
+    assert simulation.manager.arena.num_free_slabs < 30  # a request needs more
     evicted = simulation.manager.tree.num_evicted_resume_points
     simulation.add("a", prompt_of(40, 10), 20)
     simulation.add("b", prompt_of(40, 11), 20)

@@ -15,6 +15,7 @@ from tests.helpers.fake_executor import foretell
 from tests.helpers.planted_faults import FAULTS
 from tests.helpers.serving import run_all, serve
 from tests.helpers.simulation import Simulation, chunked, full, sliding
+from tests.helpers.table_watch import watch_tables
 
 HYBRID = [full(), sliding(9), sliding(9)]
 LAYOUTS = [HYBRID, [full()], [sliding(9)], [full(), chunked(8)], [full(2), sliding(5), sliding(12)]]
@@ -237,6 +238,7 @@ def random_life(seed):
         scheduling_policy=draw.choice(["fcfs", "prefix"]),
         retention=RetentionPolicy(*draw.choice([("tails", None), ("tails", 10), ("all", None)])),
     )
+    watch_tables(simulation)
     expected = {}
     for _ in range(10):
         base = draw.choice([7, 11])

@@ -1,0 +1,58 @@
+"""Sampling settings of the rows, kept from step to step while the same requests are in them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lamella.engine.request import Request
+from lamella.engine.request_rows import RequestRows
+from lamella.engine.sampling_params import SamplingParams
+
+
+def make_request(seed, **params):
+    return Request(
+        request_id=f"r{seed}",
+        sample_index=0,
+        params=SamplingParams(**params),
+        token_ids=np.arange(3, dtype=np.int32),
+        num_prompt_tokens=3,
+        max_total_tokens=20,
+        seed=seed,
+        eos_token_ids=frozenset({9}),
+        stop_token_ids=frozenset({seed}),
+        arrival_time=0.0,
+    )
+
+
+def test_draws_and_bans_follow_the_tokens_while_the_rows_stay():
+    """Row 1 may not end before its second token."""
+    rows = RequestRows(4, 20)
+    rows.put(make_request(5, temperature=0.5), 0)
+    rows.put(make_request(6, min_tokens=2, top_k=7), 0)
+    batches = []
+    for _ in range(4):
+        batches.append(rows.sampling_batch(np.array([0, 1])))
+        rows.num_tokens[:2] += 1
+    assert [batch.draw_index.tolist() for batch in batches] == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    assert [batch.banned_token_ids for batch in batches] == [{1: (6, 9)}, {1: (6, 9)}, {}, {}]
+    for batch in batches:
+        assert batch.temperature.tolist() == [0.5, 1.0]
+        assert batch.top_k.tolist() == [0, 7]
+        assert batch.seeds.tolist() == [5, 6]
+
+
+def test_a_row_that_changes_hands_is_sampled_for_its_new_request():
+    rows = RequestRows(2, 20)
+    requests = [make_request(seed, temperature=seed / 10) for seed in (1, 2, 3)]
+    for request in requests[:2]:
+        rows.put(request, 0)
+    both = np.array([0, 1])
+    assert rows.sampling_batch(both).seeds.tolist() == [1, 2]
+    assert rows.sampling_batch(both[::-1]).seeds.tolist() == [2, 1]
+    assert rows.requests_in(both) == requests[:2]
+    rows.take(1)
+    rows.put(requests[2], 0)
+    assert rows.sampling_batch(both).seeds.tolist() == [1, 3]
+    assert rows.sampling_batch(both).temperature.tolist() == [0.1, 0.3]
+    assert rows.requests_in(both) == [requests[0], requests[2]]
+    assert rows.sampling_batch(both[:1]).seeds.tolist() == [1]
