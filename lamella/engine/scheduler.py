@@ -66,6 +66,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens = min(chunk_tokens, max_num_batched_tokens)
         self.prefill_tokens = most_prefill_tokens(manager)
+        manager.max_replay_tokens = min(self.chunk_tokens, self.prefill_tokens)
         self.rows = RequestRows(max_num_seqs, max_model_len)
         self._admission = Admission(manager, self.rows)
         self.running: list[int] = []  # rows, oldest request first
@@ -164,7 +165,8 @@ class Scheduler:
             manager.reset_prefix_cache()
             return
         for row in sorted(self._scheduled.tolist(), key=self.running.index, reverse=True):
-            is_new = row in self._admitted  # then its prefix may be what the failed step was to compute
+            # What it found may be what the failed step was to compute, or only half replayed.
+            is_new = row in self._admitted or manager.is_replaying(row)
             if not is_new:
                 self.rows.num_computed[row] = manager.roll_back(row, int(self.rows.num_computed[row]))
             preempted.append(self._preempt(row, keep=not is_new))

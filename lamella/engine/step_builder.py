@@ -34,10 +34,13 @@ def build_step_plan(
     sample_requests = (seq_lens == rows.num_tokens[scheduled]).nonzero()[0]
     blocks = positions // page_tokens
     offsets = positions - blocks * page_tokens
+    read_only = _read_only(manager, row_of_token, positions)
     groups = []
-    gathered = zip(manager.tables, tables.gather(scheduled), manager.planned_copies(), strict=True)
-    for table, (block_tables, first_blocks), (source_pages, target_pages) in gathered:
+    gathered = zip(manager.tree.specs, manager.tables, tables.gather(scheduled), manager.planned_copies(), strict=True)
+    for spec, table, (block_tables, first_blocks), (source_pages, target_pages) in gathered:
         slot_mapping = table[row_of_token, blocks] * page_tokens + offsets
+        if read_only is not None and not spec.is_windowed:
+            slot_mapping[read_only] = -1
         groups.append(GroupPlan(block_tables, first_blocks, slot_mapping, PageCopies(source_pages, target_pages)))
     return StepPlan(
         token_ids=rows.tokens[row_of_token, positions].astype(np.int64),
@@ -50,3 +53,12 @@ def build_step_plan(
         sample_requests=sample_requests,
         sampling=rows.sampling_batch(scheduled[sample_requests]),
     )
+
+
+def _read_only(manager: HybridBlockManager, row_of_token: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
+    """Which tokens are replayed (bool [T]): their full-attention KV is in the cache. None: none."""
+    if not manager.replaying:
+        return None
+    ends = np.zeros(len(manager.frontier), dtype=np.int64)
+    ends[list(manager.replaying)] = list(manager.replaying.values())
+    return positions < ends[row_of_token]

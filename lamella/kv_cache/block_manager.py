@@ -20,7 +20,8 @@ import numpy as np
 from lamella.kv_cache.arena import NULL_PAGE, Arena
 from lamella.kv_cache.expectations import Expectation
 from lamella.kv_cache.layout import KVLayout
-from lamella.kv_cache.prefix_tree import NO_NODE, PrefixMatch, PrefixTree, Salt
+from lamella.kv_cache.prefix_tree import NO_MATCH, NO_NODE, PrefixMatch, PrefixTree, Salt
+from lamella.kv_cache.replay import ReplayRule
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.spec import ceil_div
 
@@ -53,6 +54,7 @@ class HybridBlockManager:
     """Block tables of up to `num_rows` running requests of up to `max_model_len` tokens.
 
     interval_tokens: how many tokens must have left a window before decode slides it.
+    windowed_replay: resume where only full-attention KV is cached, if that costs less than half (see `replay`).
     After each call the invariants of `invariants.check` hold.
     """
 
@@ -67,6 +69,7 @@ class HybridBlockManager:
         enable_prefix_caching: bool = True,
         retention: RetentionPolicy | None = None,
         slab_quota: tuple[int, ...] | None = None,
+        windowed_replay: bool = True,
     ) -> None:
         self.layout = layout
         self.page_tokens = layout.page_tokens
@@ -90,6 +93,14 @@ class HybridBlockManager:
         # tells. No two rows ever have the same, so that who keeps a copy of a table knows whether it is still right.
         self.table_stamps = np.arange(self.num_groups * num_rows, dtype=np.int64).reshape(self.num_groups, num_rows)
         self._next_stamp = self.table_stamps.size
+        self.windowed_replay = windowed_replay
+        self.replay = ReplayRule(layout)
+        self.max_replay_tokens = max_model_len  # whoever knows the largest chunk sets this to it
+        self.replaying: dict[int, int] = {}  # row -> the position from which on it computes as ever
+        self.first_keys = np.zeros((self.num_groups, num_rows), dtype=np.int64)  # lowest key position that exists
+        # Windowed pages of blocks below this belong to the row even where `nodes` names a node: they are inexact.
+        self.scratch_end = np.zeros((self.num_groups, num_rows), dtype=np.int64)
+        self._scratch_end_at = [memoryview(rows) for rows in self.scratch_end]
         self.num_blocks = np.zeros(num_rows, dtype=np.int64)
         self.num_committed = np.zeros(num_rows, dtype=np.int64)  # in blocks
         self.num_settled = np.zeros(num_rows, dtype=np.int64)  # committed blocks whose contents are computed
@@ -119,8 +130,20 @@ class HybridBlockManager:
     def match(self, token_ids: np.ndarray, salt: Salt = None) -> PrefixMatch:
         """What the cache has of this prompt (int32 [n]); at least its last token is left to compute."""
         if not self.enable_prefix_caching:
-            return PrefixMatch(0, [], NO_NODE, 0)
-        return self.tree.match(token_ids, salt, len(token_ids) - 1)
+            return NO_MATCH
+        match = self.tree.match(token_ids, salt, len(token_ids) - 1)
+        if not self.windowed_replay:
+            return match
+        num_blocks = min(len(match.whole_path), (len(token_ids) - 1) // self.page_tokens)
+        start = self.replay.plan(num_blocks * self.page_tokens, match.num_tokens, self.max_replay_tokens)
+        if start is None:
+            return match
+        return match._replace(
+            num_tokens=start,
+            path=match.whole_path[:num_blocks],
+            tail_node=NO_NODE,
+            num_replayed_tokens=num_blocks * self.page_tokens - start,
+        )
 
     def expect(self, token_ids: np.ndarray, salt: Salt, rank: int) -> Expectation | None:
         """Keep what the cache has of a waiting request's prompt (int32 [n]) longer than what nobody waits for;
@@ -135,6 +158,8 @@ class HybridBlockManager:
         held = []
         num_bytes = 0
         for group, spec in enumerate(tree.specs):
+            if spec.is_windowed and match.num_replayed_tokens:
+                continue
             if spec.is_windowed:
                 first = min(spec.first_needed(match.num_tokens) // self.page_tokens, len(match.path))
                 held += [(group, node) for node in path[first:]]
@@ -142,7 +167,8 @@ class HybridBlockManager:
                 shared = np.flatnonzero((tree.num_children[path] > 1) | (tree.refs[group, path] > 0))
                 first = int(shared[-1]) + 1 if len(shared) else 0
             num_bytes += (len(path) - first) * self.layout.groups[group].page_bytes
-        tree.add_resume_point(path[-1], held)
+        if held or path[-1] not in tree.resume_points:
+            tree.add_resume_point(path[-1], held)
         expectation = Expectation(path[-1], rank, match.num_tokens, num_bytes)
         tree.expected.add(expectation)
         return expectation
@@ -154,7 +180,8 @@ class HybridBlockManager:
     def begin(self, row: int, match: PrefixMatch, salt: Salt = None) -> bool:
         """Give an empty row the cached prefix of `match`: lock its nodes, own a copy of a partial block.
 
-        False, and nothing changed but evictions, when there is no memory for the partial block.
+        Where the match is to be replayed, own the windowed pages of the tokens that are replayed.
+        False, and nothing changed but evictions, when there is no memory for what the row must own.
         """
         assert self.frontier[row] == NO_NODE, f"row {row} is in use"
         tree = self.tree
@@ -169,6 +196,8 @@ class HybridBlockManager:
         self._resume_block[row] = num_whole
         for group, spec in enumerate(tree.specs):
             first = min(spec.first_needed(match.num_tokens) // self.page_tokens, num_whole)
+            if match.num_replayed_tokens and spec.is_windowed:
+                first = num_whole
             self.first_kept[group, row] = first
             for block in range(first, num_whole):
                 node = match.path[block]
@@ -176,6 +205,9 @@ class HybridBlockManager:
                 self.tables[group, row, block] = tree.lock(group, node)
         junction = match.num_structural_tokens // self.page_tokens * self.page_tokens
         self._junction[row] = junction if junction > match.num_tokens else -1
+        if match.num_replayed_tokens and not self._begin_replay(row, match):
+            self._drop_row(row)
+            return False
         if match.tail_node != NO_NODE and not self._copy_tail(row, match):
             self._drop_row(row)
             return False
@@ -183,6 +215,42 @@ class HybridBlockManager:
         tree.touch(frontier)
         tree.touch(match.tail_node)
         return True
+
+    def _begin_replay(self, row: int, match: PrefixMatch) -> bool:
+        """Own scratch pages for the windowed KV of the tokens that are replayed; the full KV is locked already."""
+        start, end = match.num_tokens // self.page_tokens, len(match.path)
+        taken: list[tuple[int, int, list[int]]] = []
+        for group in self.tree.windowed_groups:
+            pages = self._allocate(group, end - start, NULL_PAGE, taken)
+            if pages is None:
+                for owner, _, given in taken:
+                    for page in given:
+                        self.arena.free(owner, page)
+                return False
+            taken.append((group, start, pages))
+        for group, _, pages in taken:
+            self.tables[group, row, start:end] = pages
+            self.first_kept[group, row] = start
+            self.first_keys[group, row] = match.num_tokens
+            self.scratch_end[group, row] = end
+            self._count_owned(group, len(pages))
+        self.num_settled[row] = end - 1  # so that `commit` is called when the replay is done
+        self.replaying[row] = end * self.page_tokens
+        return True
+
+    def _end_replay(self, row: int) -> None:
+        """The windows are computed: what is exact in them belongs to the tree, where it lacks it."""
+        end = self.replaying.pop(row) // self.page_tokens
+        tree = self.tree
+        start = int(self.first_keys[tree.windowed_groups[0], row])
+        for group, exact_from in enumerate(self.replay.exact_from(start)):
+            if not tree.specs[group].is_windowed:
+                continue
+            first = min(end, ceil_div(exact_from, self.page_tokens))
+            self.scratch_end[group, row] = first
+            for block in range(max(first, self._first_kept_at[group][row]), end):
+                self._give_page(group, row, block, self._nodes_at[row][block])
+            self._stamp(group, row)
 
     def _copy_tail(self, row: int, match: PrefixMatch) -> bool:
         """Own the block that the hit ends in, in every group, and plan to copy its first part."""
@@ -280,9 +348,17 @@ class HybridBlockManager:
         while (pages := self.arena.allocate(group, count, near)) is None:
             if self._compact(group, in_hand):
                 near = NULL_PAGE  # may have moved
-            elif not self.tree.evict_one():
+            elif not self._evict_for(group):
                 return None
         return pages
+
+    def _evict_for(self, group: int) -> bool:
+        """Where slabs cannot move, full pages are of no use to a windowed group: windows go alone, if they can be
+        replayed."""
+        can_strip = self.windowed_replay and self.replay.is_possible and self.arena.slab_quota is not None
+        if can_strip and self.tree.specs[group].is_windowed:
+            return self.tree.strip_one() or self.tree.evict_one()
+        return self.tree.evict_one()
 
     def _compact(self, group: int, in_hand: Sequence[tuple[int, int, list[int]]]) -> bool:
         """Move pages of other groups together so that a slab comes free for `group`; whether that can be done.
@@ -317,6 +393,10 @@ class HybridBlockManager:
 
     # Committing and releasing
 
+    def is_replaying(self, row: int) -> bool:
+        """Whether the row's next tokens are replayed: all before `replaying[row]` read full KV and do not write it."""
+        return row in self.replaying
+
     def commit_ahead(self, row: int, token_ids: np.ndarray, num_tokens: int) -> None:
         """Enter the blocks that the step in preparation completes (those below `num_tokens`), as pending: a
         request admitted to the same step can share them. Stops at a block that the tree has already, for
@@ -338,6 +418,10 @@ class HybridBlockManager:
         """
         if not self.enable_prefix_caching:
             return
+        if self.is_replaying(row):
+            if num_computed < self.replaying[row]:
+                return
+            self._end_replay(row)
         page_tokens = self.page_tokens
         complete = num_computed // page_tokens
         committed = self._num_committed_at[row]
@@ -405,7 +489,7 @@ class HybridBlockManager:
 
         token_ids: int32 [>= num_computed].
         """
-        if keep and self.enable_prefix_caching:
+        if keep and self.enable_prefix_caching and not num_computed < self.replaying.get(row, 0):
             self.commit(row, token_ids, num_computed)
             complete = num_computed // self.page_tokens
             if num_computed % self.page_tokens:
@@ -466,18 +550,22 @@ class HybridBlockManager:
         self._frontier_at[row] = node
         self._nodes_at[row][block] = node
         self._num_committed_at[row] = block + 1
-        for group, tables in enumerate(self._pages_at):
-            page = tables[row][block]
-            if page == NULL_PAGE:
-                continue  # slid already
-            if tree.page_at[group][node] == NULL_PAGE:
-                tree.page_at[group][node] = page
-                tree.lock(group, node)
-                continue
-            self.arena.free(group, page)
-            self._count_owned(group, -int(tree.refs[group, node] != 0))
-            tables[row][block] = tree.lock(group, node)
-            self._stamp(group, row)
+        for group in range(self.num_groups):
+            self._give_page(group, row, block, node)
+
+    def _give_page(self, group: int, row: int, block: int, node: int) -> None:
+        tree, pages = self.tree, self._pages_at[group][row]
+        page = pages[block]
+        if page == NULL_PAGE:
+            return  # slid already
+        if tree.page_at[group][node] == NULL_PAGE:
+            tree.page_at[group][node] = page
+            tree.lock(group, node)
+            return
+        self.arena.free(group, page)
+        self._count_owned(group, -int(tree.refs[group, node] != 0))
+        pages[block] = tree.lock(group, node)
+        self._stamp(group, row)
 
     def _add_resume_point(self, row: int, last_block: int, *, since: int) -> None:
         """Make the end of the row's first `last_block` blocks a resume point that holds, of each window, what
@@ -508,7 +596,7 @@ class HybridBlockManager:
             return
         self._pages_at[group][row][block] = NULL_PAGE
         node = self._nodes_at[row][block]
-        if node == NO_NODE:
+        if node == NO_NODE or block < self._scratch_end_at[group][row]:
             self.arena.free(group, page)
             self._count_owned(group, -1)
         else:
@@ -529,7 +617,8 @@ class HybridBlockManager:
         self.frontier[row] = NO_NODE
         self.tree.unpin(frontier)
         self.nodes[row, :num_blocks] = NO_NODE
-        self.first_kept[:, row] = 0
+        self.first_kept[:, row] = self.first_keys[:, row] = self.scratch_end[:, row] = 0
+        self.replaying.pop(row, None)
         for group in range(self.num_groups):
             self._stamp(group, row)
         self.num_blocks[row] = self.num_committed[row] = self.num_settled[row] = 0

@@ -72,7 +72,7 @@ def _walk_rows(manager: HybridBlockManager, tree_nodes: set[int]) -> tuple[Count
                 )
                 if page == NULL_PAGE:
                     continue
-                if node == NO_NODE:
+                if node == NO_NODE or block < manager.scratch_end[group, row]:
                     private[group].append(page)
                 else:
                     _require(int(tree.page[group, node]) == page, f"row {row}: table and tree differ at block {block}")

@@ -45,13 +45,20 @@ class PrefixMatch(NamedTuple):
     num_tokens: the longest resume point; path: nodes of its whole blocks; tail_node: the node that holds
     the positions after them, to be copied (NO_NODE where the resume point is a block boundary).
     num_structural_tokens: the longest prefix whose blocks exist, tombstones included; where it is longer
-    than num_tokens, another prompt has been here and diverged or its window is gone.
+    than num_tokens, another prompt has been here and diverged or its window is gone. whole_path: nodes of its whole
+    blocks. With num_replayed_tokens, `path` is longer than num_tokens by so many tokens, whose full-attention KV is
+    there and whose windowed KV is to be computed again.
     """
 
     num_tokens: int
     path: list[int]
     tail_node: int
     num_structural_tokens: int
+    whole_path: list[int]
+    num_replayed_tokens: int = 0
+
+
+NO_MATCH = PrefixMatch(0, [], NO_NODE, 0, [])
 
 
 class PrefixTree:
@@ -138,7 +145,7 @@ class PrefixTree:
         token_ids: int32 [n].
         """
         if salt not in self._roots:
-            return PrefixMatch(0, [], NO_NODE, 0)
+            return NO_MATCH
         page_tokens = self.page_tokens
         raw = token_ids.astype(np.int32, copy=False).tobytes()
         block_bytes = 4 * page_tokens
@@ -158,7 +165,7 @@ class PrefixTree:
             structural = max(structural, whole_tokens + common)
             found = self._resume_of(path, child, min(whole_tokens + common, max_tokens))
             best = max(best, found, key=lambda match: match.num_tokens)
-        return best._replace(num_structural_tokens=structural)
+        return best._replace(num_structural_tokens=structural, whole_path=path)
 
     def _resume_of(self, path: list[int], child: int, limit: int) -> PrefixMatch:
         """The longest resume point of at most `limit` tokens on `path` and, after it, inside `child`."""
@@ -168,7 +175,7 @@ class PrefixTree:
         num_tokens = self._longest_resume(nodes, limit)
         num_blocks = num_tokens // self.page_tokens
         tail_node = nodes[num_blocks] if num_tokens % self.page_tokens else NO_NODE
-        return PrefixMatch(num_tokens, nodes[:num_blocks], tail_node, limit)
+        return PrefixMatch(num_tokens, nodes[:num_blocks], tail_node, limit, [])
 
     def _parting_children(self, parent: int, block: bytes) -> Iterator[tuple[int, int]]:
         """The children of `parent` that begin like `block`: (node, number of equal first tokens)."""
@@ -368,6 +375,20 @@ class PrefixTree:
             if 4 * num_common == len(self._key[node][1]) < len(block) and node in self.resume_points:
                 self.resume_points.move_to_end(node, last=False)
 
+    def strip_one(self) -> bool:
+        """Let go the windows, and only those, of the resume point that is worth least, which then takes a replay;
+        False: none has any that nobody uses."""
+        if self.spare:
+            return self.evict_one()
+        for node in self._by_worth():
+            held = self.resume_points[node]
+            if any(not self.refs_at[group][page_node] for group, page_node in held):
+                self.resume_points[node] = []
+                self._let_go(held, spare=False)
+                self.num_evicted_resume_points += 1
+                return True
+        return False
+
     def evict_one(self) -> bool:
         """Let go the spare page or else the resume point that is worth least; False: nothing keeps memory from use.
 
@@ -379,7 +400,8 @@ class PrefixTree:
             (group, node), _ = self.spare.popitem(last=False)
             self._drop_window_page(group, node)
             return True
-        chosen = self._least_worth()
+        keeping = (node for node in self._by_worth() if self._keeps_memory(node, self.resume_points[node]))
+        chosen = next(keeping, NO_NODE)
         if chosen == NO_NODE:
             return False
         self.expected.disappoint(chosen)
@@ -393,14 +415,10 @@ class PrefixTree:
         self.num_evicted_resume_points += 1
         return True
 
-    def _least_worth(self) -> int:
-        for node, held in self.resume_points.items():
-            if node not in self.expected and self._keeps_memory(node, held):
-                return node
-        for node in self.expected.last_to_run():
-            if self._keeps_memory(node, self.resume_points[node]):
-                return node
-        return NO_NODE
+    def _by_worth(self) -> Iterator[int]:
+        """Resume points, worth least first. To be left once one has changed."""
+        yield from (node for node in self.resume_points if node not in self.expected)
+        yield from self.expected.last_to_run()
 
     def _keeps_memory(self, node: int, held: list[tuple[int, int]]) -> bool:
         """Whether the resume point, alone or with others, is why an unused page is not free."""
