@@ -104,6 +104,7 @@ class FakeExecutor:
         seen: set[int] = set()
         for position in plan.positions[plan.query_start[index] : plan.query_start[index + 1]].tolist():
             seen.update(keys_seen(kind, size, position))
+        seen = {key for key in seen if key >= part.first_keys[index]}
         for key in seen:
             page = int(part.block_tables[index, key // page_tokens - first_block])
             assert page >= 0, f"group {group}: key {key} is needed but its page is gone"
