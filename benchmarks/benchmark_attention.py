@@ -100,6 +100,7 @@ def make_group(
             "query_start": query_start,
             "seq_lens": seq_lens,
             "first_blocks": first_blocks,
+            "first_keys": np.zeros_like(first_blocks),
             "block_tables": block_tables,
         }
         return AttentionMetadata(

@@ -25,6 +25,9 @@ class AttentionMetadata:
 
     block_tables: int64 [R, width], row i column j is the page of block first_blocks[i] + j; -1 is
     the null page (never read). Row i covers every block that its queries can see.
+    first_keys: int64 [R], the lowest position of request i that has KV in this group, 0 unless the request resumed
+    without the keys of its window: a query at q sees only keys >= max(first_visible(q), first_keys[i]). Never above
+    the first new position, so that each query sees itself at least.
     slot_mapping: int64 [T], page_id * page_tokens + offset of each new token, -1: write nowhere.
     *_host: the same values as NumPy arrays for code that must branch on them.
     derived: what a backend computes from the rest once and reads again in the group's other layers.
@@ -35,11 +38,13 @@ class AttentionMetadata:
     query_start: torch.Tensor  # int64 [R + 1], prefix sum of query lengths
     seq_lens: torch.Tensor  # int64 [R], context length with this step's tokens
     first_blocks: torch.Tensor  # int64 [R]
+    first_keys: torch.Tensor  # int64 [R]
     block_tables: torch.Tensor  # int64 [R, width]
     slot_mapping: torch.Tensor  # int64 [T]
     query_start_host: np.ndarray
     seq_lens_host: np.ndarray
     first_blocks_host: np.ndarray
+    first_keys_host: np.ndarray
     block_tables_host: np.ndarray
     derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -56,12 +61,13 @@ def window_kv_indices(spec: KVCacheSpec, metadata: AttentionMetadata) -> tuple[t
     """Slots of the keys that each decode request's query sees, ragged.
 
     Returns (window_kv_indptr int64 [num_decodes + 1], window_kv_indices int64 [sum of window lengths]);
-    a window's length is min(seq_len, W), or the part of the chunk so far for chunked-local attention.
+    a window's length is min(seq_len, W), or the part of the chunk so far for chunked-local attention, less what
+    lies below the request's first key.
     """
     page_tokens = metadata.page_tokens
     num_decodes = metadata.num_decodes
     last = metadata.seq_lens_host[:num_decodes] - 1
-    first = spec.first_visible_each(last)
+    first = np.maximum(spec.first_visible_each(last), metadata.first_keys_host[:num_decodes])
     lengths = last + 1 - first
     indptr = np.zeros(num_decodes + 1, dtype=np.int64)
     np.cumsum(lengths, out=indptr[1:])

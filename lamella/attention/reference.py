@@ -103,9 +103,10 @@ class ReferenceBackend:
             pages = metadata.block_tables[request].cpu()
             base = int(metadata.first_blocks[request]) * page_tokens
             key_positions = torch.arange(base, base + len(pages) * page_tokens)
-            mask = visible_mask(params.spec, query_positions, key_positions)
+            first_key = int(metadata.first_keys[request])
+            mask = visible_mask(params.spec, query_positions, key_positions) & (key_positions >= first_key)
             mask &= (pages >= 0).repeat_interleave(page_tokens)
-            every_key = visible_mask(params.spec, query_positions, torch.arange(seq_len))
+            every_key = visible_mask(params.spec, query_positions, torch.arange(seq_len))[:, first_key:]
             if not torch.equal(mask.sum(1), every_key.sum(1)):
                 raise InvariantError(
                     f"request {request}: its block table starts at position {base} and holds {pages.tolist()}, which "

@@ -148,7 +148,7 @@ def plan_decode(spec: KVCacheSpec, metadata: AttentionMetadata) -> DecodePlan:
     device = metadata.block_tables.device
     num_decodes = metadata.num_decodes
     last = metadata.seq_lens_host[:num_decodes] - 1
-    first = spec.first_visible_each(last)
+    first = np.maximum(spec.first_visible_each(last), metadata.first_keys_host[:num_decodes])
     first_column = first // page_tokens - metadata.first_blocks_host[:num_decodes]
     if (first_column < 0).any():
         raise InvariantError(

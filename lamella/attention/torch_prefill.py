@@ -1,6 +1,6 @@
 """Prefill in eager PyTorch: tiles of queries against the band of keys that they see.
 
-A tile of queries [a, b) meets the keys [first_visible(a), b - 1] and no others, so a sliding layer
+A tile of queries [a, b) meets the keys [first_visible(a), b - 1] that exist and no others, so a sliding layer
 costs O(window) per token and no mask is larger than tile x band. Inside the band only two corners
 need masking: keys after the query on the right, keys that left the window on the left. Everything
 in the band is written and visible to some query of the tile.
@@ -42,6 +42,7 @@ class PrefillRequest:
     start: int
     stop: int
     first_position: int  # of the first query
+    lowest_key: int  # lowest position that has KV
     page_ids: torch.Tensor  # int64 [num_pages]
     base: int  # position of the first page's first token
     tiles: tuple[Tile, ...]
@@ -71,7 +72,9 @@ def prefill(
             # A NaN that one query sees must not reach the others by way of 0 * NaN. A tile of one
             # query has no masked key.
             num_queries = request.stop - request.start
-            tiles = _tiles(params, request.first_position, num_queries, request.base, 1, {}, values.device)
+            tiles = _tiles(
+                params, request.first_position, num_queries, request.lowest_key, request.base, 1, {}, values.device
+            )
         _attend_tiles(
             params, query[request.start : request.stop], keys, values, tiles, out[request.start : request.stop]
         )
@@ -123,7 +126,8 @@ def plan_prefill(params: AttentionParams, metadata: AttentionMetadata) -> tuple[
         start, stop = (int(row) - first_row for row in metadata.query_start_host[i : i + 2])
         seq_len = int(metadata.seq_lens_host[i])
         first_position = seq_len - (stop - start)
-        first_block = params.spec.first_visible(first_position) // page_tokens
+        lowest_key = int(metadata.first_keys_host[i])
+        first_block = max(params.spec.first_visible(first_position), lowest_key) // page_tokens
         first_column = first_block - int(metadata.first_blocks_host[i])
         if first_column < 0:
             raise InvariantError(
@@ -138,9 +142,12 @@ def plan_prefill(params: AttentionParams, metadata: AttentionMetadata) -> tuple[
                 start=start,
                 stop=stop,
                 first_position=first_position,
+                lowest_key=lowest_key,
                 page_ids=metadata.block_tables[i, columns].clamp(min=0),
                 base=base,
-                tiles=_tiles(params, first_position, stop - start, base, tile_queries, shared_masks, device),
+                tiles=_tiles(
+                    params, first_position, stop - start, lowest_key, base, tile_queries, shared_masks, device
+                ),
             )
         )
     return tuple(plan)
@@ -150,6 +157,7 @@ def _tiles(
     params: AttentionParams,
     first_position: int,
     num_queries: int,
+    lowest_key: int,
     base: int,
     tile_queries: int,
     right_masks: dict[int, torch.Tensor],
@@ -157,6 +165,7 @@ def _tiles(
 ) -> tuple[Tile, ...]:
     """Tiles over queries [first_position, first_position + num_queries); gathered row 0 is position `base`.
 
+    lowest_key: no query sees a position below it.
     right_masks: one mask per tile height, filled here and shared.
     """
     tiles = []
@@ -165,6 +174,7 @@ def _tiles(
         height = stop - start
         # [height], never decreasing
         firsts = params.spec.first_visible_each(np.arange(first_position + start, first_position + stop))
+        firsts = np.maximum(firsts, lowest_key)
         first_key = int(firsts[0]) - base
         stop_key = first_position + stop - base
         left = None

@@ -36,12 +36,27 @@ def build_step_plan(
     offsets = positions - blocks * page_tokens
     read_only = _read_only(manager, row_of_token, positions)
     groups = []
-    gathered = zip(manager.tree.specs, manager.tables, tables.gather(scheduled), manager.planned_copies(), strict=True)
-    for spec, table, (block_tables, first_blocks), (source_pages, target_pages) in gathered:
+    gathered = zip(
+        manager.tree.specs,
+        manager.tables,
+        tables.gather(scheduled),
+        manager.first_keys,
+        manager.planned_copies(),
+        strict=True,
+    )
+    for spec, table, (block_tables, first_blocks), first_keys, (source_pages, target_pages) in gathered:
         slot_mapping = table[row_of_token, blocks] * page_tokens + offsets
         if read_only is not None and not spec.is_windowed:
             slot_mapping[read_only] = -1
-        groups.append(GroupPlan(block_tables, first_blocks, slot_mapping, PageCopies(source_pages, target_pages)))
+        groups.append(
+            GroupPlan(
+                block_tables=block_tables,
+                first_blocks=first_blocks,
+                first_keys=first_keys.take(scheduled),
+                slot_mapping=slot_mapping,
+                copies=PageCopies(source_pages, target_pages),
+            )
+        )
     return StepPlan(
         token_ids=rows.tokens[row_of_token, positions].astype(np.int64),
         positions=positions,

@@ -89,6 +89,7 @@ class HybridBlockManager:
         self.tables = np.full((self.num_groups, num_rows, max_blocks), NULL_PAGE, dtype=np.int64)
         self.nodes = np.full((num_rows, max_blocks), NO_NODE, dtype=np.int64)
         self.first_kept = np.zeros((self.num_groups, num_rows), dtype=np.int64)  # in blocks
+        # lowest key position that exists, see DESIGN-free wording in docs/kv_cache.md
         # A new number when entries of the row's table or its first_kept change, new blocks excepted: those num_blocks
         # tells. No two rows ever have the same, so that who keeps a copy of a table knows whether it is still right.
         self.table_stamps = np.arange(self.num_groups * num_rows, dtype=np.int64).reshape(self.num_groups, num_rows)

@@ -104,10 +104,12 @@ class ModelRunner:
             query_start=torch.from_numpy(plan.query_start).to(device),
             seq_lens=torch.from_numpy(plan.seq_lens).to(device),
             first_blocks=torch.from_numpy(group.first_blocks).to(device),
+            first_keys=torch.from_numpy(group.first_keys).to(device),
             block_tables=torch.from_numpy(group.block_tables).to(device),
             slot_mapping=torch.from_numpy(group.slot_mapping).to(device),
             query_start_host=plan.query_start,
             seq_lens_host=plan.seq_lens,
             first_blocks_host=group.first_blocks,
+            first_keys_host=group.first_keys,
             block_tables_host=group.block_tables,
         )

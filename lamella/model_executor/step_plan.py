@@ -30,6 +30,7 @@ class GroupPlan:
 
     block_tables: np.ndarray  # int64 [R, width]; width may exceed what any row needs, and is NULL_PAGE there
     first_blocks: np.ndarray  # int64 [R]
+    first_keys: np.ndarray  # int64 [R]
     slot_mapping: np.ndarray  # int64 [T]
     copies: PageCopies
 

@@ -14,10 +14,16 @@ from lamella.kv_cache.spec import KVCacheSpec
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """One request: `num_prior` tokens are in the cache, `num_new` are computed now."""
+    """One request: `num_prior` tokens are in the cache, `num_new` are computed now.
+
+    first_key: the lowest position that has KV, num_prior at most. num_cached_new: that
+    many of the new tokens, from the first, are given slot -1; the cache holds what they would have stored.
+    """
 
     num_prior: int
     num_new: int = 1
+    first_key: int = 0
+    num_cached_new: int = 0
 
     @property
     def seq_len(self) -> int:
@@ -86,7 +92,7 @@ def make_case(
 
     units_per_page: the group's page is that many units wide, so that ids between two page starts
     overlap pages, as they do where two groups share an arena. num_null_columns: table entries of -1
-    below the window (as far as there are blocks). num_unwritten_tokens: that many last rows are
+    below the first kept key (as far as there are blocks). num_unwritten_tokens: that many last rows are
     given slot -1; what they would have stored is in the cache already.
     """
     rng = np.random.default_rng(seed)
@@ -99,7 +105,7 @@ def make_case(
     layer_bytes = page_tokens * spec.token_bytes
     unit_bytes = -(-2 * layer_bytes // units_per_page // 64) * 64
     offset_bytes = (unit_bytes * units_per_page - layer_bytes) // 64 * 64
-    first_kept = [spec.first_visible(request.num_prior) for request in requests]
+    first_kept = [max(spec.first_visible(request.num_prior), request.first_key) for request in requests]
     first_blocks, tables = [], []
     num_pages = sum(
         (request.seq_len - 1) // page_tokens - kept // page_tokens + 1
@@ -144,18 +150,22 @@ def make_case(
             arena[at : at + data.numel()] = data
 
     num_tokens = sum(request.num_new for request in requests)
-    written_from = num_tokens - num_unwritten_tokens
+    is_written = np.arange(num_tokens) < num_tokens - num_unwritten_tokens
+    token = 0
+    for request in requests:
+        is_written[token : token + request.num_cached_new] = False
+        token += request.num_new
     token = 0
     for i, request in enumerate(requests):
         for position in range(first_kept[i], request.seq_len):
             if position >= request.num_prior:
                 token += 1
-                if token <= written_from:
+                if is_written[token - 1]:
                     continue
             page_id = int(block_tables[i, position // page_tokens - first_blocks[i]])
             row = position - first_kept[i]
             store(page_id, position % page_tokens, keys[i][row], values[i][row])
-    slot_mapping[written_from:] = -1
+    slot_mapping[~is_written] = -1
 
     query_start = np.concatenate([[0], np.cumsum([request.num_new for request in requests])]).astype(np.int64)
     metadata = make_metadata(
@@ -164,6 +174,7 @@ def make_case(
         query_start=query_start,
         seq_lens=np.array([request.seq_len for request in requests], dtype=np.int64),
         first_blocks=np.array(first_blocks, dtype=np.int64),
+        first_keys=np.array([request.first_key for request in requests], dtype=np.int64),
         block_tables=block_tables,
         slot_mapping=slot_mapping,
     )
@@ -199,17 +210,23 @@ def make_metadata(
     first_blocks: np.ndarray,
     block_tables: np.ndarray,
     slot_mapping: np.ndarray,
+    first_keys: np.ndarray | None = None,
 ) -> AttentionMetadata:
+    """first_keys None: all 0."""
+    if first_keys is None:
+        first_keys = np.zeros_like(seq_lens)
     return AttentionMetadata(
         page_tokens=page_tokens,
         num_decodes=num_decodes,
         query_start=torch.from_numpy(query_start),
         seq_lens=torch.from_numpy(seq_lens),
         first_blocks=torch.from_numpy(first_blocks),
+        first_keys=torch.from_numpy(first_keys),
         block_tables=torch.from_numpy(block_tables),
         slot_mapping=torch.from_numpy(slot_mapping),
         query_start_host=query_start,
         seq_lens_host=seq_lens,
         first_blocks_host=first_blocks,
+        first_keys_host=first_keys,
         block_tables_host=block_tables,
     )

@@ -48,18 +48,35 @@ def keys_seen(kind: str, size: int, position: int) -> range:
     return range(position - position % size, position + 1)
 
 
+class Entry:
+    """KV of one position in all layers of one group: whose it is, and in which layers it is what it should be."""
+
+    __slots__ = ("exact_layers", "tag")
+
+    def __init__(self, tag: bytes, exact_layers: set[int]) -> None:
+        self.tag = tag
+        self.exact_layers = exact_layers
+
+
 class FakeExecutor:
-    """kinds: per group ("full", 0), ("sliding", W) or ("chunked", C)."""
+    """kinds: per group ("full", 0), ("sliding", W) or ("chunked", C).
+
+    Where a query lacks a key that its layer should see (a replay), what comes out of that layer is inexact, and
+    so is the KV of the layers above; a token must never be sampled from such a position.
+    """
 
     def __init__(self, layout: KVLayout, kinds: list[tuple[str, int]]) -> None:
         self.layout = layout
         self.kinds = kinds
+        self.group_of_layer = [layout.layer_address(layer)[0] for layer in range(len(layout.owners))]
         # Keyed by the unit of memory, shared by all groups: a page that two groups think is theirs is
         # overwritten, and noticed.
-        self.memory: dict[int, tuple[int, int, list[bytes | None]]] = {}
+        self.memory: dict[int, tuple[int, int, list[Entry | None]]] = {}
         self.most_keys_checked = 0
+        self.num_replayed_tokens = 0
+        self.num_inexact_outputs = 0
 
-    def _page(self, group: int, page: int) -> list[bytes | None]:
+    def _page(self, group: int, page: int) -> list[Entry | None]:
         units = range(page, page + self.layout.groups[group].page_units)
         owners = {id(self.memory.get(unit)) for unit in units}
         owner = self.memory.get(page)
@@ -71,42 +88,88 @@ class FakeExecutor:
 
     def execute(self, plan: StepPlan, contexts: list[tuple[str | None, list[int]]]) -> StepResult:
         """contexts: per request of the plan its salt and all its tokens so far."""
-        page_tokens = self.layout.page_tokens
         for move in plan.moves:
-            moved = [list(self._page(move.group, int(source))) for source in move.src_pages]
-            for target, tags in zip(move.dst_pages, moved, strict=True):
-                self._page(move.group, int(target))[:] = tags
+            self._copy(move.group, move.src_pages, move.dst_pages)
         for group, part in enumerate(plan.groups):
-            fresh = [list(self._page(group, int(source))) for source in part.copies.src_pages]
-            for target, tags in zip(part.copies.dst_pages, fresh, strict=True):
-                self._page(group, int(target))[:] = tags
+            self._copy(group, part.copies.src_pages, part.copies.dst_pages)
         all_tags = [tags_of(salt, tokens) for salt, tokens in contexts]
         for index, (_, tokens) in enumerate(contexts):
-            start, end = int(plan.query_start[index]), int(plan.query_start[index + 1])
-            positions = plan.positions[start:end].tolist()
-            assert plan.token_ids[start:end].tolist() == [tokens[position] for position in positions]
+            positions = self._positions(plan, index)
+            start = int(plan.query_start[index])
+            assert plan.token_ids[start : start + len(positions)].tolist() == [tokens[one] for one in positions]
             assert positions[-1] + 1 == plan.seq_lens[index]
-            for part_index, part in enumerate(plan.groups):
-                for slot, position in zip(part.slot_mapping[start:end].tolist(), positions, strict=True):
-                    assert slot >= 0
-                    page = self._page(part_index, slot // page_tokens)
-                    page[slot % page_tokens] = all_tags[index][position]
+            self._write(plan, index, all_tags[index])
         for index in range(len(contexts)):
             for group, part in enumerate(plan.groups):
                 self._check_reads(plan, index, group, part, all_tags[index])
+        self._check_exactness(plan, len(contexts))
         sampled = [next_token(all_tags[i][int(plan.seq_lens[i]) - 1]) for i in plan.sample_requests.tolist()]
         return StepResult(token_ids=np.array(sampled, dtype=np.int64), logprobs={})
 
-    def _check_reads(self, plan: StepPlan, index: int, group: int, part, tags: list[bytes]) -> None:
+    def _copy(self, group: int, sources: np.ndarray, targets: np.ndarray) -> None:
+        fresh = [list(self._page(group, int(source))) for source in sources]
+        for target, entries in zip(targets, fresh, strict=True):
+            self._page(group, int(target))[:] = entries
+
+    @staticmethod
+    def _positions(plan: StepPlan, index: int) -> list[int]:
+        return plan.positions[plan.query_start[index] : plan.query_start[index + 1]].tolist()
+
+    def _write(self, plan: StepPlan, index: int, tags: list[bytes]) -> None:
         page_tokens = self.layout.page_tokens
-        kind, size = self.kinds[group]
-        first_block = int(part.first_blocks[index])
+        rows = slice(int(plan.query_start[index]), int(plan.query_start[index + 1]))
+        num_unwritten = 0
+        for group, part in enumerate(plan.groups):
+            for slot, position in zip(part.slot_mapping[rows].tolist(), self._positions(plan, index), strict=True):
+                if slot < 0:
+                    assert self.kinds[group][0] == "full", "windowed KV is always written"
+                    num_unwritten += 1
+                else:
+                    page = self._page(group, slot // page_tokens)
+                    page[slot % page_tokens] = Entry(tags[position], set())
+        self.num_replayed_tokens += num_unwritten
+
+    def _entry(self, part, index: int, group: int, key: int) -> Entry:
+        page = int(part.block_tables[index, key // self.layout.page_tokens - int(part.first_blocks[index])])
+        assert page >= 0, f"group {group}: key {key} is needed but its page is gone"
+        entry = self._page(group, page)[key % self.layout.page_tokens]
+        assert entry is not None, f"group {group}: key {key} was never written"
+        return entry
+
+    def _check_reads(self, plan: StepPlan, index: int, group: int, part, tags: list[bytes]) -> None:
         seen: set[int] = set()
-        for position in plan.positions[plan.query_start[index] : plan.query_start[index + 1]].tolist():
-            seen.update(keys_seen(kind, size, position))
+        for position in self._positions(plan, index):
+            seen.update(keys_seen(*self.kinds[group], position))
+        seen = {key for key in seen if key >= part.first_keys[index]}
         for key in seen:
-            page = int(part.block_tables[index, key // page_tokens - first_block])
-            assert page >= 0, f"group {group}: key {key} is needed but its page is gone"
-            tag = self._page(group, page)[key % page_tokens]
-            assert tag == tags[key], f"group {group}: key {key} holds another token's KV"
+            entry = self._entry(part, index, group, key)
+            assert entry.tag == tags[key], f"group {group}: key {key} holds another token's KV"
         self.most_keys_checked = max(self.most_keys_checked, len(seen))
+
+    def _check_exactness(self, plan: StepPlan, num_requests: int) -> None:
+        """Layer by layer, as the model runs."""
+        exact = [dict.fromkeys(self._positions(plan, index), True) for index in range(num_requests)]
+        for layer, group in enumerate(self.group_of_layer):
+            part = plan.groups[group]
+            page_tokens = self.layout.page_tokens
+            for index, of_position in enumerate(exact):
+                start = int(plan.query_start[index])
+                for offset, (position, is_exact) in enumerate(of_position.items()):
+                    slot = int(part.slot_mapping[start + offset])
+                    if slot >= 0 and is_exact:
+                        entry = self._page(group, slot // page_tokens)[slot % page_tokens]
+                        assert entry is not None
+                        entry.exact_layers.add(layer)
+            for index, of_position in enumerate(exact):
+                first_key = int(part.first_keys[index])
+                bad = {
+                    key
+                    for key in {key for one in of_position for key in keys_seen(*self.kinds[group], one)}
+                    if key < first_key or layer not in self._entry(part, index, group, key).exact_layers
+                }
+                for position in of_position:
+                    if bad and not bad.isdisjoint(keys_seen(*self.kinds[group], position)):
+                        of_position[position] = False
+        for index in plan.sample_requests.tolist():
+            assert exact[index][int(plan.seq_lens[index]) - 1], "a token is sampled from an inexact position"
+        self.num_inexact_outputs += sum(not one for of_position in exact for one in of_position.values())
