@@ -149,10 +149,12 @@ class HybridBlockManager:
     def expect(self, token_ids: np.ndarray, salt: Salt, rank: int) -> Expectation | None:
         """Keep what the cache has of a waiting request's prompt (int32 [n]) longer than what nobody waits for;
         None if it has nothing. rank: requests of lower rank run sooner. `settle` when it waits no more."""
+        tree = self.tree
+        if tree.windowed_groups and not self.retention.keeps_ends:
+            return None
         match = self.match(token_ids, salt)
         if not match.num_tokens:
             return None
-        tree = self.tree
         path = match.path if match.tail_node == NO_NODE else [*match.path, match.tail_node]
         if not tree.pending.isdisjoint(path):
             return None  # the step that will compute it may fail
@@ -168,8 +170,8 @@ class HybridBlockManager:
                 shared = np.flatnonzero((tree.num_children[path] > 1) | (tree.refs[group, path] > 0))
                 first = int(shared[-1]) + 1 if len(shared) else 0
             num_bytes += (len(path) - first) * self.layout.groups[group].page_bytes
-        if held or path[-1] not in tree.resume_points:
-            tree.add_resume_point(path[-1], held)
+        held += [one for one in tree.resume_points.get(path[-1], ()) if one not in held]
+        tree.add_resume_point(path[-1], held)
         expectation = Expectation(path[-1], rank, match.num_tokens, num_bytes)
         tree.expected.add(expectation)
         return expectation

@@ -154,7 +154,7 @@ class FakeExecutor:
             page_tokens = self.layout.page_tokens
             for index, of_position in enumerate(exact):
                 start = int(plan.query_start[index])
-                for offset, (position, is_exact) in enumerate(of_position.items()):
+                for offset, is_exact in enumerate(of_position.values()):
                     slot = int(part.slot_mapping[start + offset])
                     if slot >= 0 and is_exact:
                         entry = self._page(group, slot // page_tokens)[slot % page_tokens]

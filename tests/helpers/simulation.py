@@ -58,6 +58,7 @@ class Simulation:
         enable_prefix_caching: bool = True,
         scheduling_policy: str = "fcfs",
         retention: RetentionPolicy | None = None,
+        windowed_replay: bool = True,
     ) -> None:
         layout = build_layout(specs, page_tokens=page_tokens)
         interval = interval_tokens or page_tokens
@@ -71,6 +72,7 @@ class Simulation:
         self.manager = HybridBlockManager(
             layout, num_slabs=pool.num_slabs, num_rows=max_num_seqs, max_model_len=max_model_len,
             interval_tokens=interval, enable_prefix_caching=enable_prefix_caching,
+            windowed_replay=windowed_replay,
             retention=RetentionPolicy(spare=False) if retention is None else retention,
         )  # fmt: skip
         self.scheduler = Scheduler(

@@ -9,7 +9,7 @@ from lamella.errors import InvariantError
 from lamella.kv_cache import invariants
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import build_layout
-from lamella.kv_cache.prefix_tree import NO_NODE, PrefixMatch
+from lamella.kv_cache.prefix_tree import NO_MATCH
 from lamella.kv_cache.retention import RetentionPolicy
 from tests.helpers.fake_executor import foretell
 from tests.helpers.simulation import Simulation, chunked, full, sliding
@@ -251,7 +251,7 @@ def test_blocks_committed_at_once_are_what_one_at_a_time_gets(known, retention):
             retention=RetentionPolicy(retention),
         )  # fmt: skip
         for row, num_tokens in enumerate([4 * known, 37]):
-            manager.begin(row, PrefixMatch(0, [], NO_NODE, 0))  # as if both had started before either was known
+            manager.begin(row, NO_MATCH)  # as if both had started before either was known
             assert manager.grow(row, 0, num_tokens, is_prefill=True)
         manager.commit(0, token_ids, 4 * known)
         for end in ends:

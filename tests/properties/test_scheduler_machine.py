@@ -35,22 +35,27 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         specs=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=6),
         page_tokens=st.sampled_from([1, 3, 16]),
-        extra_slabs=st.sampled_from([0, 1, 3, 8, 40]),
+        extra_slabs=st.sampled_from([0, 1, 3, 8, 40, 400, 400]),
         chunk_tokens=st.sampled_from([4, 5, 16, 40]),
         max_num_seqs=st.sampled_from([1, 2, 4]),
         interval_tokens=st.sampled_from([None, 1, 6, 20]),
         caching=st.sampled_from([True, True, True, False]),
         policy=st.sampled_from(["fcfs", "prefix"]),
         retention=st.sampled_from([("tails",), ("tails", None, False), ("tails", 10), ("all",), ("none",)]),
+        replay=st.sampled_from([True, True, False]),
     )
-    def start(
-        self, specs, page_tokens, extra_slabs, chunk_tokens, max_num_seqs, interval_tokens, caching, policy, retention
-    ):
+    def start(self, specs, page_tokens, extra_slabs, retention, policy, replay, caching, **sizes):
         self.simulation = Simulation(
-            specs, page_tokens=page_tokens, max_model_len=MAX_MODEL_LEN, extra_slabs=extra_slabs,
-            chunk_tokens=chunk_tokens, max_num_seqs=max_num_seqs, interval_tokens=interval_tokens,
-            enable_prefix_caching=caching, scheduling_policy=policy, retention=RetentionPolicy(*retention),
-        )  # fmt: skip
+            specs,
+            page_tokens=page_tokens,
+            max_model_len=MAX_MODEL_LEN,
+            extra_slabs=extra_slabs,
+            enable_prefix_caching=caching,
+            scheduling_policy=policy,
+            retention=RetentionPolicy(*retention),
+            windowed_replay=replay,
+            **sizes,
+        )
         self.expected: dict[str, list[int]] = {}
 
     @rule(
