@@ -20,6 +20,7 @@ from lamella.engine.sampling_params import SamplingParams
 from lamella.errors import EngineClosedError, RequestError
 from lamella.kv_cache import invariants
 from lamella.kv_cache.block_manager import GroupUsage
+from lamella.kv_cache.counters import KVCacheCounters, count_kv_cache
 from lamella.kv_cache.report import kv_cache_report
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.tokenizer import Tokenizer
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Totals since the engine started. peak_pages: per group, the most pages that running requests
-    held at once; peak_page_bytes: the same in bytes; pages: per group, now."""
+    held at once; peak_page_bytes: the same in bytes."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -39,7 +40,12 @@ class EngineStats:
     num_preemptions: int
     peak_pages: dict[str, int]
     peak_page_bytes: dict[str, int]
-    pages: dict[str, GroupUsage]
+    kv_cache: KVCacheCounters
+
+    @property
+    def pages(self) -> dict[str, GroupUsage]:
+        """Per group, now."""
+        return self.kv_cache.pages
 
 
 class Engine:
@@ -182,14 +188,15 @@ class Engine:
 
     def stats(self) -> EngineStats:
         loaded = self._require_open()
-        counters = loaded.scheduler.counters()
+        counters = loaded.scheduler.counters()._asdict()
+        hits = counters.pop("hits")
         peaks = dict(zip((group.name for group in loaded.layout.groups), loaded.manager.peak_owned, strict=True))
         page_bytes = {group.name: group.page_bytes for group in loaded.layout.groups}
         return EngineStats(
-            **counters._asdict(),
+            **counters,
             peak_pages=peaks,
             peak_page_bytes={name: count * page_bytes[name] for name, count in peaks.items()},
-            pages=loaded.manager.usage(),
+            kv_cache=count_kv_cache(loaded.manager, hits),
         )
 
     def kv_cache_report(self) -> str:

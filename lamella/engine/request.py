@@ -34,6 +34,7 @@ class Request:
     salt: str | None = None
     row: int = NO_ROW
     num_cached_tokens: int | None = None  # prompt tokens served from the cache when it first ran
+    admission_index: int = -1  # how many requests first ran before it; -1 until it does
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None

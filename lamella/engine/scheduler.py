@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -18,12 +19,14 @@ import numpy as np
 
 from lamella.engine.admission import Admission, most_prefill_tokens
 from lamella.engine.gathered_tables import GatheredTables
+from lamella.engine.preemption import choose_victim, has_pending_blocks
 from lamella.engine.request import Request
 from lamella.engine.request_rows import RequestRows
 from lamella.engine.step_builder import build_step_plan
 from lamella.engine.waiting_queue import WaitingQueue
 from lamella.errors import InvariantError
 from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.counters import HitCounters
 from lamella.kv_cache.prefix_tree import PrefixMatch
 from lamella.kv_cache.spec import ceil_div
 from lamella.model_executor.step_plan import StepPlan, StepResult
@@ -44,6 +47,7 @@ class SchedulerCounters(NamedTuple):
     num_generated_tokens: int
     num_steps: int
     num_preemptions: int
+    hits: HitCounters
 
 
 class Scheduler:
@@ -77,6 +81,8 @@ class Scheduler:
         self._admitted: set[int] = set()  # rows that the step in preparation admits
         self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
         self._num_steps = self._num_preemptions = 0
+        self._num_admitted = 0  # first admissions; resumes do not count
+        self._hits = HitCounters()
 
     # The outside
 
@@ -99,6 +105,7 @@ class Scheduler:
             self._num_generated_tokens,
             self._num_steps,
             self._num_preemptions,
+            self._hits,
         )
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -209,7 +216,7 @@ class Scheduler:
         return budget
 
     def _grow_or_preempt(self, row: int, most: int, *, is_prefill: bool) -> int:
-        """Room for up to `most` tokens of `row`, taken from younger requests if need be.
+        """Room for up to `most` tokens of `row`, taken from those that lose least by it if need be.
 
         Returns how many tokens there is room for; 0 when `row` itself had to leave.
         """
@@ -224,14 +231,17 @@ class Scheduler:
                 chunk = shorter - computed if shorter - computed < chunk else 0
             if self._slide_running():
                 continue
-            victim = self.running[-1]
-            if victim == row and self.running[0] == row:
+            if len(self.running) == 1:
                 # Alone and still no room: its pages lie scattered over slabs that other groups need.
                 # From an empty arena the sizing guarantees that it fits.
                 logger.info("request %s restarts in an empty arena", self.rows.request(row).request_id)
                 self._preempt(row, keep=False)
                 self.manager.reset_prefix_cache()
                 return 0
+            victim = choose_victim(self.manager, self.rows, self.running)
+            victim_computed = int(self.rows.num_computed[victim])
+            if has_pending_blocks(self.manager, victim, victim_computed):  # planned for this step; no more
+                self.rows.num_computed[victim] = self.manager.roll_back(victim, victim_computed)
             self.queue.expect_first(self._preempt(victim))
             if victim == row:
                 return 0
@@ -314,8 +324,20 @@ class Scheduler:
         if request.num_cached_tokens is None:  # a resume is no hit
             request.num_cached_tokens = num_cached_tokens
             request.first_scheduled_time = time.monotonic()
+            request.admission_index = self._num_admitted
+            self._num_admitted += 1
             self._num_prompt_tokens += request.num_prompt_tokens
             self._num_cached_tokens += num_cached_tokens
+            num_partial_tokens = num_cached_tokens % self.manager.page_tokens
+            num_full_tokens = num_cached_tokens - num_partial_tokens
+            hits = self._hits
+            self._hits = replace(
+                hits,
+                num_full_requests=hits.num_full_requests + (num_full_tokens > 0),
+                num_full_tokens=hits.num_full_tokens + num_full_tokens,
+                num_partial_requests=hits.num_partial_requests + (num_partial_tokens > 0),
+                num_partial_tokens=hits.num_partial_tokens + num_partial_tokens,
+            )
 
     # Sampled tokens
 

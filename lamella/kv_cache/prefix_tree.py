@@ -80,7 +80,7 @@ class PrefixTree:
         self.windowed_groups = [group for group, spec in enumerate(specs) if spec.is_windowed]
         self._is_windowed = [spec.is_windowed for spec in specs]
         self.num_tombstones = 0
-        self.num_evicted_resume_points = 0
+        self.num_evicted_resume_points = self.num_evicted_spare_pages = self.num_dead_full_pages = 0
         self._allocate_rows(256)
         self._free_nodes: list[int] = []
         self._num_rows = 0
@@ -315,6 +315,7 @@ class PrefixTree:
                 if page != NULL_PAGE:
                     pages[node] = NULL_PAGE
                     self.spare.pop((group, node), None)
+                    self.num_dead_full_pages += not self._is_windowed[group]
                     self._free_page(group, page)
             parent, tokens = self._key.pop(node)
             del self._children[parent, tokens]
@@ -399,6 +400,7 @@ class PrefixTree:
         if self.spare:
             (group, node), _ = self.spare.popitem(last=False)
             self._drop_window_page(group, node)
+            self.num_evicted_spare_pages += 1
             return True
         keeping = (node for node in self._by_worth() if self._keeps_memory(node, self.resume_points[node]))
         chosen = next(keeping, NO_NODE)

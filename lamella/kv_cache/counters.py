@@ -1,0 +1,61 @@
+"""What the KV cache did, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lamella.kv_cache.block_manager import GroupUsage, HybridBlockManager
+
+
+@dataclass(frozen=True, slots=True)
+class HitCounters:
+    """Prompt tokens that requests found in the cache when they first ran, by how they got them. What a preempted
+    request finds when it resumes is no hit, nor is what it computes anew.
+
+    full: shared as whole blocks. partial: a copy of the first tokens of a block that the hit ends inside of.
+    replay: sliding KV that was computed again from full-attention KV that was found.
+    A request that has whole blocks and a copy counts under both; tokens count once.
+    """
+
+    num_full_requests: int = 0
+    num_full_tokens: int = 0
+    num_partial_requests: int = 0
+    num_partial_tokens: int = 0
+    num_replay_requests: int = 0
+    num_replay_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheCounters:
+    """pages: per group, now. All others are totals since the start.
+
+    num_slab_moves: slabs that compaction emptied for another group, by moving num_moved_pages pages.
+    num_evicted_resume_points: places to resume that were given up for memory.
+    num_evicted_spare_pages: sliding pages that no resume point held and that went for memory.
+    num_tombstones: sliding pages that left a block which stayed in the prefix tree, for whatever reason.
+    num_dead_full_pages: full-attention pages that were freed because their block led to no place to resume
+    any more and no request used it.
+    """
+
+    pages: dict[str, GroupUsage]
+    num_slab_moves: int
+    num_moved_pages: int
+    num_evicted_resume_points: int
+    num_evicted_spare_pages: int
+    num_tombstones: int
+    num_dead_full_pages: int
+    hits: HitCounters
+
+
+def count_kv_cache(manager: HybridBlockManager, hits: HitCounters) -> KVCacheCounters:
+    tree = manager.tree
+    return KVCacheCounters(
+        pages=manager.usage(),
+        num_slab_moves=manager.num_slab_moves,
+        num_moved_pages=manager.num_moved_pages,
+        num_evicted_resume_points=tree.num_evicted_resume_points,
+        num_evicted_spare_pages=tree.num_evicted_spare_pages,
+        num_tombstones=tree.num_tombstones,
+        num_dead_full_pages=tree.num_dead_full_pages,
+        hits=hits,
+    )
