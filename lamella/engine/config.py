@@ -35,6 +35,8 @@ class EngineConfig:
     retention: which prefixes of sliding layers stay cached: "tails", "all" or "none".
     retention_grid_tokens: with "tails", keep one every so many tokens, too; None: no grid.
     disable_hybrid_kv_cache: keep every layer's KV for the request's life.
+    windowed_replay: where a prompt's full-attention KV is cached and its sliding windows are gone, compute those
+        again, if that costs less than half of what it saves.
     kv_split: "elastic" lends KV memory to full and windowed layers as they need it; "ratio" divides it once, into
     fixed pools.
     swa_full_tokens_ratio: tokens that a windowed pool holds per token of the full-attention pool, with kv_split
@@ -59,6 +61,7 @@ class EngineConfig:
     retention: str = "tails"
     retention_grid_tokens: int | None = None
     disable_hybrid_kv_cache: bool = False
+    windowed_replay: bool = True
     kv_split: str = "elastic"
     swa_full_tokens_ratio: float | None = None
     kv_cache_memory_bytes: int | None = None

@@ -86,6 +86,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         enable_prefix_caching=config.enable_prefix_caching,
         slab_quota=slab_quota,
         retention=RetentionPolicy(config.retention, config.retention_grid_tokens),
+        windowed_replay=config.windowed_replay,
     )
     scheduler = Scheduler(
         manager,
