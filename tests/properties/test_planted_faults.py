@@ -16,6 +16,8 @@ from tests.helpers.planted_faults import FAULTS
 from tests.helpers.serving import run_all, serve
 from tests.helpers.simulation import Simulation, chunked, full, sliding
 from tests.helpers.table_watch import watch_tables
+from tests.kv_cache import test_expectations, test_moves, test_passed_resume_points, test_spare
+from tests.model_executor import test_page_moves
 
 HYBRID = [full(), sliding(9), sliding(9)]
 LAYOUTS = [HYBRID, [full()], [sliding(9)], [full(), chunked(8)], [full(2), sliding(5), sliding(12)]]
@@ -195,6 +197,21 @@ def what_was_used_last_stays():
     assert serve(simulation, prompts[12]) == 20
 
 
+def what_no_prompt_led_on_from_is_refreshed_by_use():
+    """A prompt whose end was asked for again, to the token, is kept longer than one that came after it."""
+    simulation = Simulation(HYBRID, page_tokens=4)
+    prompts = [[first, *range(19)] for first in (40, 41)]
+    for prompt in prompts:
+        assert serve(simulation, prompt) == 0
+    simulation.add("again", [*prompts[0], 49], 9)
+    simulation.step()
+    assert simulation.requests["again"].num_cached_tokens == 20
+    simulation.finish("again")
+    simulation.manager.tree.evict_one()
+    assert serve(simulation, [*prompts[0], 48]) == 20
+    assert serve(simulation, [*prompts[1], 48]) == 0
+
+
 def a_system_prompt_stays_while_it_is_used():
     simulation = Simulation([full(), sliding(9)], page_tokens=4, max_model_len=48, extra_slabs=30)
     hits = [serve(simulation, [*range(24), *[index] * 8]) for index in range(25, 45)]
@@ -217,7 +234,27 @@ SCENARIOS = [
     a_preempted_request_resumes_where_it_was,
     requests_that_do_not_fit_wait,
     what_was_used_last_stays,
+    what_no_prompt_led_on_from_is_refreshed_by_use,
     a_system_prompt_stays_while_it_is_used,
+    test_expectations.test_what_is_expected_goes_last_and_of_that_what_is_needed_first,
+    test_expectations.test_who_waits_no_more_keeps_nothing,
+    test_expectations.test_a_preempted_request_expects_what_it_left_behind_before_all_others,
+    test_expectations.test_with_the_prefix_policy_the_longest_runs_first,
+    *[
+        lambda end=end: test_expectations.test_a_request_that_leaves_the_queue_expects_nothing(end)
+        for end in ("admitted", "aborted")
+    ],
+    test_expectations.test_a_failed_step_lets_its_requests_expect_what_is_computed,
+    test_spare.test_what_slid_out_is_spare_and_found_again,
+    test_spare.test_spare_pages_go_first_and_take_no_resume_point_with_them,
+    test_spare.test_pages_that_a_request_uses_are_not_spare,
+    test_spare.test_pages_that_a_resume_point_holds_are_not_spare,
+    test_passed_resume_points.test_an_answer_does_not_pass_its_own_prompt,
+    test_passed_resume_points.test_the_next_turn_passes_the_turn_before,
+    test_passed_resume_points.test_a_place_where_prompts_part_is_not_passed,
+    test_moves.test_a_slab_comes_free_for_another_group,
+    test_page_moves.test_moves_run_in_their_order_and_copies_after_them,
+    *[lambda seed=seed: test_moves.life(seed, num_failing=3) for seed in range(100, 104)],
 ]
 
 LAYERS = [full(), full(2), sliding(2), sliding(5), sliding(13), sliding(4, 2), chunked(3), chunked(8)]

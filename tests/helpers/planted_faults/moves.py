@@ -7,6 +7,7 @@ import dataclasses
 from lamella.engine import scheduler as scheduler_module
 from lamella.engine.scheduler import Scheduler
 from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.model_executor.runner import ModelRunner
 from tests.helpers.planted_faults.planting import replaces
 
 
@@ -97,3 +98,11 @@ def moves_run_again(original, manager):
     moves = list(manager.moves)
     original(manager)
     manager.moves[:] = moves
+
+
+@replaces(ModelRunner, "_copy_pages")
+def moves_run_after_the_copies(original, runner, plan):
+    for group, part in enumerate(plan.groups):
+        runner._copy(group, part.copies.src_pages, part.copies.dst_pages)
+    for move in plan.moves:
+        runner._copy(move.group, move.src_pages, move.dst_pages)
