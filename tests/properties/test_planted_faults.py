@@ -197,16 +197,15 @@ def what_was_used_last_stays():
     assert serve(simulation, prompts[12]) == 20
 
 
-def what_no_prompt_led_on_from_is_refreshed_by_use():
-    """A prompt whose end was asked for again, to the token, is kept longer than one that came after it."""
-    simulation = Simulation(HYBRID, page_tokens=4)
+def a_hit_that_nobody_foresaw_refreshes():
+    """The third request was queued when nothing was cached, so it expected nothing: that it resumed at the end of the
+    first prompt is what keeps that longer than the second."""
+    simulation = Simulation(HYBRID, page_tokens=4, max_num_seqs=1)
     prompts = [[first, *range(19)] for first in (40, 41)]
-    for prompt in prompts:
-        assert serve(simulation, prompt) == 0
-    simulation.add("again", [*prompts[0], 49], 9)
-    simulation.step()
-    assert simulation.requests["again"].num_cached_tokens == 20
-    simulation.finish("again")
+    for index, prompt in enumerate([*prompts, [*prompts[0], 49]]):
+        simulation.add(f"r{index}", prompt, 1)
+    run_all(simulation)
+    assert simulation.requests["r2"].num_cached_tokens == 20
     simulation.manager.tree.evict_one()
     assert serve(simulation, [*prompts[0], 48]) == 20
     assert serve(simulation, [*prompts[1], 48]) == 0
@@ -234,7 +233,7 @@ SCENARIOS = [
     a_preempted_request_resumes_where_it_was,
     requests_that_do_not_fit_wait,
     what_was_used_last_stays,
-    what_no_prompt_led_on_from_is_refreshed_by_use,
+    a_hit_that_nobody_foresaw_refreshes,
     a_system_prompt_stays_while_it_is_used,
     test_expectations.test_what_is_expected_goes_last_and_of_that_what_is_needed_first,
     test_expectations.test_who_waits_no_more_keeps_nothing,
