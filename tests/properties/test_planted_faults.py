@@ -198,15 +198,16 @@ def what_was_used_last_stays():
 
 
 def a_hit_that_nobody_foresaw_refreshes():
-    """The third request was queued when nothing was cached, so it expected nothing: that it resumed at the end of the
-    first prompt is what keeps that longer than the second."""
+    """The third request was queued when nothing was cached, so it expected nothing: that it parted at the end of the
+    first prompt is what keeps that longer than the second. The end of the first answer is older than both."""
     simulation = Simulation(HYBRID, page_tokens=4, max_num_seqs=1)
     prompts = [[first, *range(19)] for first in (40, 41)]
-    for index, prompt in enumerate([*prompts, [*prompts[0], 49]]):
-        simulation.add(f"r{index}", prompt, 1)
+    for index, (prompt, num_tokens) in enumerate(((prompts[0], 8), (prompts[1], 1), ([*prompts[0], *[49] * 8], 1))):
+        simulation.add(f"r{index}", prompt, num_tokens)
     run_all(simulation)
     assert simulation.requests["r2"].num_cached_tokens == 20
-    simulation.manager.tree.evict_one()
+    for _ in range(2):
+        simulation.manager.tree.evict_one()
     assert serve(simulation, [*prompts[0], 48]) == 20
     assert serve(simulation, [*prompts[1], 48]) == 0
 
