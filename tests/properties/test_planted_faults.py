@@ -16,6 +16,8 @@ from tests.helpers.planted_faults import FAULTS
 from tests.helpers.serving import run_all, serve
 from tests.helpers.simulation import Simulation, chunked, full, sliding
 from tests.helpers.table_watch import watch_tables
+from tests.kv_cache import test_expectations, test_moves, test_passed_resume_points, test_spare
+from tests.model_executor import test_page_moves
 
 HYBRID = [full(), sliding(9), sliding(9)]
 LAYOUTS = [HYBRID, [full()], [sliding(9)], [full(), chunked(8)], [full(2), sliding(5), sliding(12)]]
@@ -195,6 +197,21 @@ def what_was_used_last_stays():
     assert serve(simulation, prompts[12]) == 20
 
 
+def a_hit_that_nobody_foresaw_refreshes():
+    """The third request was queued when nothing was cached, so it expected nothing: that it parted at the end of the
+    first prompt is what keeps that longer than the second. The end of the first answer is older than both."""
+    simulation = Simulation(HYBRID, page_tokens=4, max_num_seqs=1)
+    prompts = [[first, *range(19)] for first in (40, 41)]
+    for index, (prompt, num_tokens) in enumerate(((prompts[0], 8), (prompts[1], 1), ([*prompts[0], *[49] * 8], 1))):
+        simulation.add(f"r{index}", prompt, num_tokens)
+    run_all(simulation)
+    assert simulation.requests["r2"].num_cached_tokens == 20
+    for _ in range(2):
+        simulation.manager.tree.evict_one()
+    assert serve(simulation, [*prompts[0], 48]) == 20
+    assert serve(simulation, [*prompts[1], 48]) == 0
+
+
 def a_system_prompt_stays_while_it_is_used():
     simulation = Simulation([full(), sliding(9)], page_tokens=4, max_model_len=48, extra_slabs=30)
     hits = [serve(simulation, [*range(24), *[index] * 8]) for index in range(25, 45)]
@@ -217,7 +234,27 @@ SCENARIOS = [
     a_preempted_request_resumes_where_it_was,
     requests_that_do_not_fit_wait,
     what_was_used_last_stays,
+    a_hit_that_nobody_foresaw_refreshes,
     a_system_prompt_stays_while_it_is_used,
+    test_expectations.test_what_is_expected_goes_last_and_of_that_what_is_needed_first,
+    test_expectations.test_who_waits_no_more_keeps_nothing,
+    test_expectations.test_a_preempted_request_expects_what_it_left_behind_before_all_others,
+    test_expectations.test_with_the_prefix_policy_the_longest_runs_first,
+    *[
+        lambda end=end: test_expectations.test_a_request_that_leaves_the_queue_expects_nothing(end)
+        for end in ("admitted", "aborted")
+    ],
+    test_expectations.test_a_failed_step_lets_its_requests_expect_what_is_computed,
+    test_spare.test_what_slid_out_is_spare_and_found_again,
+    test_spare.test_spare_pages_go_first_and_take_no_resume_point_with_them,
+    test_spare.test_pages_that_a_request_uses_are_not_spare,
+    test_spare.test_pages_that_a_resume_point_holds_are_not_spare,
+    test_passed_resume_points.test_an_answer_does_not_pass_its_own_prompt,
+    test_passed_resume_points.test_the_next_turn_passes_the_turn_before,
+    test_passed_resume_points.test_a_place_where_prompts_part_is_not_passed,
+    test_moves.test_a_slab_comes_free_for_another_group,
+    test_page_moves.test_moves_run_in_their_order_and_copies_after_them,
+    *[lambda seed=seed: test_moves.life(seed, num_failing=3) for seed in range(100, 104)],
 ]
 
 LAYERS = [full(), full(2), sliding(2), sliding(5), sliding(13), sliding(4, 2), chunked(3), chunked(8)]

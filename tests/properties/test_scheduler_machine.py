@@ -25,6 +25,8 @@ LAYERS = [
     sliding(4, 2),
     chunked(3),
     chunked(8),
+    sliding(9, 3),  # with full() or full(2): pages of different sizes, several to a slab, so that slabs move
+    full(3),
 ]
 MAX_MODEL_LEN = 70
 # Prompts are prefixes of a few bases with a tail, so that they share much and part anywhere.

@@ -1,0 +1,6 @@
+"""Faults to plant, by subject; FAULTS has them all by name."""
+
+from tests.helpers.planted_faults import matching, memory, moves, steps
+from tests.helpers.planted_faults.planting import FAULTS
+
+__all__ = ["FAULTS", "matching", "memory", "moves", "steps"]

@@ -1,0 +1,133 @@
+"""What a request sees, finds and shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.prefix_tree import NO_NODE, PrefixTree
+from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, SlidingWindowSpec
+from tests.helpers.planted_faults.planting import FAULTS, replaced, replaces
+
+# Windows and sliding
+
+
+@replaces(SlidingWindowSpec, "first_visible")
+def window_one_key_short(original, spec, position):
+    return min(position, original(spec, position) + 1)
+
+
+@replaces(SlidingWindowSpec, "first_visible")
+def window_one_key_long(original, spec, position):
+    return max(0, original(spec, position) - 1)
+
+
+@replaces(ChunkedLocalAttentionSpec, "first_visible")
+def chunk_begins_one_key_late(original, spec, position):
+    return min(position, original(spec, position) + 1)
+
+
+@replaces(HybridBlockManager, "_slide")
+def slide_one_block_early(original, manager, row, num_computed, **kwargs):
+    original(manager, row, num_computed + manager.page_tokens, **kwargs)
+
+
+@replaces(HybridBlockManager, "_slide")
+def slide_one_block_late(original, manager, row, num_computed, **kwargs):
+    original(manager, row, max(0, num_computed - manager.page_tokens), **kwargs)
+
+
+@replaces(HybridBlockManager, "_slide")
+def slide_never(original, manager, row, num_computed, **kwargs):
+    pass
+
+
+@replaces(HybridBlockManager, "_slide")
+def slide_ignores_the_interval(original, manager, row, num_computed, **kwargs):
+    original(manager, row, num_computed, **{**kwargs, "is_prefill": True})
+
+
+@replaces(HybridBlockManager, "_slide")
+def first_kept_one_block_too_far(original, manager, row, num_computed, **kwargs):
+    before = manager.first_kept[:, row].copy()
+    original(manager, row, num_computed, **kwargs)
+    manager.first_kept[:, row] += manager.first_kept[:, row] > before
+
+
+# Keys
+
+
+class _ParentBlind(dict):  # type: ignore[type-arg]
+    """A dictionary of (parent, tokens) that looks at the tokens only."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key[1], value)
+
+    def update(self, items):
+        for key, value in items:
+            self[key] = value
+
+    def __getitem__(self, key):
+        return super().__getitem__(key[1])
+
+    def __delitem__(self, key):
+        super().__delitem__(key[1])
+
+    def __contains__(self, key):
+        return super().__contains__(key[1])
+
+    def get(self, key, default=None):
+        return super().get(key[1], default)
+
+
+@replaces(PrefixTree, "__init__")
+def key_without_parent(original, tree, *args, **kwargs):
+    original(tree, *args, **kwargs)
+    assert type(tree._children) is dict
+    tree._children = _ParentBlind()
+
+
+@contextmanager
+def salt_ignored() -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(replaced(PrefixTree, "root", lambda original, tree, salt: original(tree, None)))
+        stack.enter_context(
+            replaced(PrefixTree, "match", lambda original, tree, ids, salt, most: original(tree, ids, None, most))
+        )
+        yield
+
+
+FAULTS["salt_ignored"] = salt_ignored
+
+
+@replaces(HybridBlockManager, "release")
+def partial_block_one_token_long(original, manager, row, token_ids, num_computed, **kwargs):
+    longer = min(num_computed + 1, len(token_ids)) if num_computed % manager.page_tokens else num_computed
+    original(manager, row, token_ids, longer, **kwargs)
+
+
+@replaces(HybridBlockManager, "release")
+def partial_block_one_token_short(original, manager, row, token_ids, num_computed, **kwargs):
+    original(manager, row, token_ids, num_computed - (num_computed % manager.page_tokens > 1), **kwargs)
+
+
+# Matching
+
+
+@replaces(PrefixTree, "_longest_resume")
+def match_ignores_windows(original, tree, nodes, limit):
+    return limit
+
+
+@replaces(HybridBlockManager, "match")
+def nothing_left_to_compute(original, manager, token_ids, salt=None):
+    return manager.tree.match(token_ids, salt, len(token_ids)) if manager.enable_prefix_caching else original(
+        manager, token_ids, salt
+    )  # fmt: skip
+
+
+@replaces(HybridBlockManager, "match")
+def hit_rounded_down_to_blocks(original, manager, *args, **kwargs):
+    match = original(manager, *args, **kwargs)
+    return match._replace(num_tokens=len(match.path) * manager.page_tokens, tail_node=NO_NODE)

@@ -1,0 +1,248 @@
+"""What keeps pages, who gets them, and what is evicted."""
+
+from __future__ import annotations
+
+from lamella.engine.waiting_queue import WaitingQueue
+from lamella.kv_cache.arena import NULL_PAGE, Arena
+from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.expectations import Expectations
+from lamella.kv_cache.prefix_tree import NO_NODE, PrefixTree
+from lamella.kv_cache.spec import SlidingWindowSpec
+from tests.helpers.planted_faults.planting import replaced, replaces
+
+# References
+
+
+@replaces(HybridBlockManager, "begin")
+def match_does_not_lock(original, manager, *args, **kwargs):
+    with replaced(PrefixTree, "lock", lambda _, tree, group, node: int(tree.page[group, node])):
+        return original(manager, *args, **kwargs)
+
+
+@replaces(HybridBlockManager, "begin")
+def hit_locks_one_window_page_too_few(original, manager, *args, **kwargs):
+    def too_far(first_visible, spec, position):
+        return first_visible(spec, position) + manager.page_tokens
+
+    with replaced(SlidingWindowSpec, "first_visible", too_far):
+        return original(manager, *args, **kwargs)
+
+
+@replaces(PrefixTree, "unlock")
+def unlock_twice(original, tree, group, node):
+    original(tree, group, node)
+    original(tree, group, node)
+
+
+@replaces(PrefixTree, "unpin")
+def pin_never_given_back(original, tree, node):
+    pass
+
+
+@replaces(PrefixTree, "prune")
+def dead_leaf_kept(original, tree, node):
+    pass
+
+
+@replaces(PrefixTree, "_release_window_page")
+def window_page_freed_under_a_reader(original, tree, group, node):
+    references = int(tree.refs[group, node])
+    tree.refs[group, node] = 0
+    original(tree, group, node)
+    tree.refs[group, node] = references
+
+
+@replaces(HybridBlockManager, "_drop_row")
+def last_pages_kept_by_a_row_that_leaves(original, manager, row):
+    if manager.num_blocks[row]:
+        manager.tables[:, row, manager.num_blocks[row] - 1] = NULL_PAGE
+    original(manager, row)
+
+
+# Retention and eviction
+
+
+@replaces(PrefixTree, "add_resume_point")
+def last_window_page_not_held(original, tree, node, window_nodes):
+    original(tree, node, window_nodes[:-1])
+
+
+@replaces(HybridBlockManager, "_add_resume_point")
+def no_block_more_kept(original, manager, row, last_block, **kwargs):
+    original(manager, row, last_block, **{**kwargs, "since": (last_block + 1) * manager.page_tokens})
+
+
+@replaces(HybridBlockManager, "commit")
+def end_of_prompt_not_kept(original, manager, *args, **kwargs):
+    original(manager, *args, **{**kwargs, "ends_prompt": False})
+
+
+@replaces(HybridBlockManager, "release")
+def end_of_generation_not_kept(original, manager, *args, **kwargs):
+    original(manager, *args, **{**kwargs, "keep": False})
+
+
+@replaces(HybridBlockManager, "begin")
+def divergence_not_kept(original, manager, row, *args, **kwargs):
+    has_begun = original(manager, row, *args, **kwargs)
+    manager._junction[row] = -1
+    return has_begun
+
+
+@replaces(PrefixTree, "evict_one")
+def newest_evicted_first(original, tree):
+    def reverse():
+        for node in list(tree.resume_points)[::-1]:
+            tree.resume_points.move_to_end(node)
+
+    reverse()
+    evicted = original(tree)
+    reverse()
+    return evicted
+
+
+@replaces(PrefixTree, "touch")
+def use_does_not_refresh(original, tree, node):
+    pass
+
+
+@replaces(HybridBlockManager, "_allocate")
+def evicts_while_memory_is_free(original, manager, *args):
+    manager.tree.evict_one()
+    return original(manager, *args)
+
+
+@replaces(HybridBlockManager, "_commit_block")
+def revival_takes_the_wrong_page(original, manager, row, block, key):
+    """Where a tombstone comes back to life, hand over the page of the block after."""
+    tree, tables = manager.tree, manager.tables
+    node = tree.child(int(manager.frontier[row]), key)
+    for group in tree.windowed_groups:
+        is_tombstone = node != NO_NODE and tree.page[group, node] == NULL_PAGE
+        if is_tombstone and block + 1 < manager.num_blocks[row] and tables[group, row, block] != NULL_PAGE:
+            tables[group, row, [block, block + 1]] = tables[group, row, [block + 1, block]]
+    original(manager, row, block, key)
+
+
+# The arena
+
+
+@replaces(HybridBlockManager, "_release_block")
+def null_page_freed(original, manager, group, row, block):
+    if manager.tables[group, row, block] == NULL_PAGE:
+        manager.arena.free(group, NULL_PAGE)
+    original(manager, group, row, block)
+
+
+@replaces(Arena, "free")
+def page_freed_for_the_wrong_group(original, arena, group, page):
+    original(arena, (group + 1) % len(arena.layout.groups), page)
+
+
+@replaces(Arena, "free")
+def page_never_freed(original, arena, group, page):
+    pass
+
+
+@replaces(Arena, "allocate")
+def page_handed_out_twice(original, arena, group, count, near_page=NULL_PAGE):
+    pages = original(arena, group, count, near_page)
+    if pages and near_page != NULL_PAGE:
+        original_free_pages = arena.free_pages_of(group)
+        assert near_page not in original_free_pages
+        pages[-1] = near_page
+    return pages
+
+
+@replaces(Arena, "allocate")
+def null_slab_handed_out(original, arena, group, count, near_page=NULL_PAGE):
+    pages = original(arena, group, count, near_page)
+    return pages and [page % arena.layout.slab_units for page in pages]
+
+
+# Expectations, spare pages and passed resume points
+
+
+@replaces(Expectations, "last_to_run")
+def expected_evicted_in_the_order_of_need(original, expectations):
+    return iter([*original(expectations)][::-1])
+
+
+@replaces(PrefixTree, "_least_worth")
+def expected_prefix_evicted_first(original, tree):
+    expected = next(tree.expected.last_to_run(), NO_NODE)
+    return original(tree) if expected == NO_NODE else expected
+
+
+@replaces(HybridBlockManager, "settle")
+def settle_forgotten(original, manager, expectation):
+    pass
+
+
+@replaces(WaitingQueue, "expect_first")
+def preempted_request_expects_nothing(original, queue, request):
+    pass
+
+
+@replaces(WaitingQueue, "expect")
+def rank_ignores_the_policy(original, queue, request, rank):
+    by_prefix, queue._by_prefix = queue._by_prefix, False
+    original(queue, request, rank)
+    queue._by_prefix = by_prefix
+
+
+@replaces(PrefixTree, "lock")
+def spare_page_stays_listed_when_locked(original, tree, group, node):
+    was_spare = (group, node) in tree.spare
+    page = original(tree, group, node)
+    if was_spare:
+        tree.spare[group, node] = None
+    return page
+
+
+@replaces(PrefixTree, "add_resume_point")
+def spare_page_stays_listed_when_held(original, tree, node, window_nodes):
+    spare = [page for page in window_nodes if page in tree.spare]
+    original(tree, node, window_nodes)
+    tree.spare.update(dict.fromkeys(spare))
+
+
+@replaces(PrefixTree, "evict_one")
+def spare_evicted_last(original, tree):
+    if tree._least_worth() == NO_NODE:
+        return original(tree)
+    spare = list(tree.spare)
+    tree.spare.clear()
+    has_evicted = original(tree)
+    tree.spare.update((page, None) for page in spare if tree.page[page] != NULL_PAGE)
+    return has_evicted
+
+
+@replaces(PrefixTree, "_release_window_page")
+def nothing_is_spare(original, tree, group, node):
+    keeps_spare, tree.keep_spare = tree.keep_spare, False
+    original(tree, group, node)
+    tree.keep_spare = keeps_spare
+
+
+@replaces(PrefixTree, "pass_by")
+def nothing_is_passed(original, tree, path):
+    pass
+
+
+@replaces(PrefixTree, "pass_by")
+def branch_points_are_passed(original, tree, path):
+    for node in path:
+        if node in tree.resume_points:
+            tree.resume_points.move_to_end(node, last=False)
+
+
+@replaces(PrefixTree, "pass_by_short_blocks")
+def short_block_is_not_passed(original, tree, parent, block):
+    pass
+
+
+@replaces(HybridBlockManager, "release")
+def passed_by_its_own_answer(original, manager, row, token_ids, num_computed, **kwargs):
+    manager.tree.pass_by(manager.nodes[row, : manager.num_committed[row]].tolist())
+    original(manager, row, token_ids, num_computed, **kwargs)

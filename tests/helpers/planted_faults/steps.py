@@ -1,0 +1,153 @@
+"""What a step copies, commits and plans, and who runs in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lamella.engine import gathered_tables
+from lamella.engine import scheduler as scheduler_module
+from lamella.engine.admission import Admission
+from lamella.engine.scheduler import Scheduler
+from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.prefix_tree import PrefixTree
+from tests.helpers.planted_faults.planting import replaces
+
+# Copy on write
+
+
+def _no_copies(copies):
+    return [tuple(np.zeros(0, dtype=np.int64) for _ in pair) for pair in copies]
+
+
+@replaces(HybridBlockManager, "planned_copies")
+def copy_on_write_without_the_copy(original, manager):
+    return _no_copies(original(manager))
+
+
+@replaces(HybridBlockManager, "planned_copies")
+def copy_on_write_in_the_first_group_only(original, manager):
+    copies = original(manager)
+    return [*copies[:1], *_no_copies(copies[1:])]
+
+
+@replaces(HybridBlockManager, "begin")
+def copy_source_not_locked(original, manager, row, *args, **kwargs):
+    has_begun = original(manager, row, *args, **kwargs)
+    for group, source, _ in manager.copies.get(row, ()):
+        manager.tree.refs[group, source] -= 1
+    return has_begun
+
+
+@replaces(Scheduler, "roll_back")
+def failed_step_leaves_its_copies(original, scheduler):
+    copies = dict(scheduler.manager.copies)
+    original(scheduler)
+    scheduler.manager.copies.update(copies)
+
+
+# Pending blocks
+
+
+@replaces(HybridBlockManager, "commit_ahead")
+def pending_block_copied_from(original, manager, *args, **kwargs):
+    original(manager, *args, **kwargs)
+    manager.tree.pending.clear()
+
+
+@replaces(HybridBlockManager, "end_step")
+def pending_block_never_settles(original, manager):
+    pending = set(manager.tree.pending)
+    original(manager)
+    manager.tree.pending.update(pending)
+
+
+@replaces(Scheduler, "_preempt")
+def failed_step_keeps_what_was_never_computed(original, scheduler, row, **kwargs):
+    return original(scheduler, row)
+
+
+@replaces(HybridBlockManager, "roll_back")
+def failed_chunk_keeps_what_was_never_computed(original, manager, row, num_computed):
+    manager._unlock_copy_sources(row)
+    return num_computed
+
+
+@replaces(HybridBlockManager, "commit")
+def block_committed_before_it_is_computed(original, manager, row, token_ids, num_computed, **kwargs):
+    # One block more than is complete, where the row has grown it already.
+    ahead = min(num_computed + manager.page_tokens, int(manager.num_blocks[row]) * manager.page_tokens)
+    original(manager, row, token_ids, ahead, **kwargs)
+
+
+# The scheduler and its plan
+
+
+@replaces(HybridBlockManager, "next_due")
+def decode_grows_one_block_late(original, manager, row):
+    return original(manager, row) + manager.page_tokens
+
+
+@replaces(gathered_tables._ArraySet, "_copy")
+def changed_row_not_rewritten(original, arrays, group, rows, indices):
+    original(arrays, group, rows, indices[:-1])
+
+
+@replaces(HybridBlockManager, "_stamp")
+def changed_row_not_stamped(original, manager, group, row):
+    pass
+
+
+@replaces(gathered_tables.GatheredTables, "gather")
+def plans_share_their_arrays(original, tables, rows):
+    tables._turn = 0
+    return original(tables, rows)
+
+
+@replaces(PrefixTree, "insert_chain")
+def chain_hangs_from_its_parent(original, tree, parent, blocks):
+    """Every block of a chain becomes a child of the first one's parent."""
+    return [tree.insert(parent, tokens) for tokens in blocks]
+
+
+@replaces(Admission, "has_room")
+def admission_without_room(original, admission, *args):
+    return True
+
+
+@replaces(Scheduler, "_preempt")
+def resume_counted_as_a_hit(original, scheduler, row, **kwargs):
+    request = scheduler.rows.request(row)
+    original(scheduler, row, **kwargs)
+    request.num_cached_tokens = None
+    return request
+
+
+def _change_groups(plan, change: Callable[[Any], Any]):
+    return dataclasses.replace(plan, groups=tuple(change(group) for group in plan.groups))
+
+
+@replaces(scheduler_module, "build_step_plan")
+def slot_mapping_off_by_one(original, *args):
+    return _change_groups(
+        original(*args), lambda group: dataclasses.replace(group, slot_mapping=group.slot_mapping + 1)
+    )
+
+
+@replaces(scheduler_module, "build_step_plan")
+def table_trimmed_one_block_too_far(original, *args):
+    return _change_groups(
+        original(*args),
+        lambda group: dataclasses.replace(
+            group, block_tables=group.block_tables[:, 1:], first_blocks=group.first_blocks + 1
+        ),
+    )
+
+
+@replaces(scheduler_module, "build_step_plan")
+def groups_swapped_in_the_plan(original, *args):
+    plan = original(*args)
+    return dataclasses.replace(plan, groups=plan.groups[::-1])

@@ -1,0 +1,98 @@
+"""Places to resume that a later prompt led on from are worth little, and go before older ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.helpers.fake_executor import foretell
+from tests.helpers.serving import run_all, serve
+from tests.helpers.simulation import Simulation, full, sliding
+
+HYBRID = [full(), sliding(9), sliding(9)]
+BYSTANDER = [49, *range(19)]
+PROMPT = list(range(20))
+
+
+def found(simulation: Simulation, prompt) -> int:
+    return simulation.manager.match(np.array([*prompt, 48], dtype=np.int32)).num_tokens
+
+
+def chat(num_tokens: int = 8) -> tuple[Simulation, list[int]]:
+    """A bystander's prompt, then one turn of a chat: places to resume at 20 and after the last computed token."""
+    simulation = Simulation(HYBRID, page_tokens=4)
+    serve(simulation, BYSTANDER)
+    serve(simulation, PROMPT, num_tokens)
+    return simulation, [*PROMPT, *foretell(None, PROMPT, num_tokens)]
+
+
+def test_an_answer_does_not_pass_its_own_prompt():
+    simulation, turn = chat(30)
+    assert found(simulation, PROMPT) == 20
+    assert simulation.manager.tree.evict_one()
+    assert [found(simulation, prompt) for prompt in (BYSTANDER, PROMPT, turn[:49])] == [0, 20, 49]
+
+
+def test_the_next_turn_passes_the_turn_before():
+    """The short block at 27 was copied and the turn's own block covers it; the end of the first prompt, at 20, led on.
+    Both go before the bystander, which is older."""
+    simulation, turn = chat()
+    second = [*turn, *[45] * 12]
+    assert serve(simulation, second) == 27
+    tree = simulation.manager.tree
+    assert len(tree.resume_points) == 4
+    assert tree.evict_one()
+    assert tree.evict_one()
+    assert found(simulation, BYSTANDER) == 20
+    assert found(simulation, PROMPT) == 0
+    assert found(simulation, second) == 40
+    assert tree.evict_one()
+    assert found(simulation, BYSTANDER) == 0
+    assert found(simulation, second) == 40
+
+
+def test_the_end_of_a_turn_is_passed_as_soon_as_the_next_one_starts():
+    """20 is passed once the next turn was admitted, before its prompt is through."""
+    simulation, turn = chat()
+    simulation.add("second", [*turn, *[45] * 30], 4)
+    simulation.step()
+    assert found(simulation, PROMPT) == 20
+    assert simulation.manager.tree.evict_one()
+    assert found(simulation, BYSTANDER) == 20
+    assert found(simulation, PROMPT) == 0
+    run_all(simulation)
+    assert simulation.outputs["second"] == foretell(None, [*turn, *[45] * 30], 4)
+
+
+def test_a_prompt_computed_anew_passes_what_lies_on_its_way():
+    """A longer prompt whose first half has its window at 20 only: found there, kept at its own end."""
+    simulation, _ = chat(1)
+    longer = [*PROMPT, *[45] * 12]
+    assert serve(simulation, longer) == 20
+    tree = simulation.manager.tree
+    assert tree.evict_one()
+    assert [found(simulation, prompt) for prompt in (PROMPT, BYSTANDER, longer)] == [0, 20, 32]
+
+
+def test_a_place_where_prompts_part_is_not_passed():
+    """From 20 the first prompt's answer and three more prompts lead on: it was used after all but the last of them,
+    and goes after them."""
+    simulation, _ = chat()
+    prompts = [[*PROMPT, *[45 + index] * 8] for index in range(3)]
+    assert [serve(simulation, prompt) for prompt in prompts] == [20, 20, 20]
+    tree = simulation.manager.tree
+    tree.touch(next(iter(tree.resume_points)))  # the bystander is used, and nothing of the family
+    for _ in range(3):
+        assert tree.evict_one()
+        assert found(simulation, PROMPT) == 20
+    assert [found(simulation, prompt) for prompt in prompts] == [20, 20, 28]
+    assert found(simulation, BYSTANDER) == 20
+
+
+def test_what_a_waiting_request_expects_is_not_lost_though_passed():
+    simulation, turn = chat()
+    simulation.manager.expect(np.array([*PROMPT, 47, 47], dtype=np.int32), None, 1)
+    serve(simulation, [*turn, *[45] * 12])
+    tree = simulation.manager.tree
+    while len(tree.resume_points) > 1:
+        assert tree.evict_one()
+    assert found(simulation, PROMPT) == 20
