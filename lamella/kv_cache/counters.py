@@ -32,7 +32,7 @@ class KVCacheCounters:
     num_slab_moves: slabs that compaction emptied for another group, by moving num_moved_pages pages.
     num_evicted_resume_points: places to resume that were given up for memory.
     num_evicted_spare_pages: sliding pages that no resume point held and that went for memory.
-    num_tombstones: sliding pages that left a block which stayed in the prefix tree, for whatever reason.
+    num_tombstones: sliding pages that were taken from a block in the prefix tree, for whatever reason.
     num_dead_full_pages: full-attention pages that were freed because their block led to no place to resume
     any more and no request used it.
     """
