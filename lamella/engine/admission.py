@@ -11,9 +11,12 @@ from lamella.kv_cache.prefix_tree import PrefixMatch
 from lamella.kv_cache.sizing import request_pages
 from lamella.kv_cache.spec import ceil_div
 
-# A chunk's sliding KV is needed for one step only. More than this share of the arena for it would evict
-# cached prefixes that are worth more than a larger chunk.
+# A chunk's sliding KV is needed for one step only. More than this share of the arena for it would evict cached
+# prefixes that are worth more than a larger chunk: less where most waiting requests find theirs.
 MAX_TRANSIENT_SHARE = 1 / 8
+MAX_TRANSIENT_SHARE_AMONG_HITS = 1 / 32
+# What idles serves the chunk, but not all of it: its full-attention KV needs room as well.
+TRANSIENT_SHARE_OF_IDLE = 1 / 2
 # What a step costs whatever runs in it, in prompt tokens that could be computed meanwhile.
 STEP_COST_TOKENS = 512
 # What is taken for the mean output length before requests have finished, and how many it counts for.
@@ -21,16 +24,21 @@ PRIOR_OUTPUT_TOKENS = 128
 PRIOR_REQUESTS = 8
 
 
-def most_prefill_tokens(manager: HybridBlockManager) -> int:
-    """Most prompt tokens that one step computes, for the sake of the sliding KV that they hold meanwhile."""
+def transient_tokens(manager: HybridBlockManager, num_bytes: float) -> int:
+    """Tokens (whole blocks, one at least) whose sliding KV fits into `num_bytes`."""
     layout, windowed_groups = manager.layout, manager.tree.windowed_groups
     if not windowed_groups:
         return sys.maxsize
     block_bytes = sum(layout.groups[group].page_bytes for group in windowed_groups)
-    return max(1, int(_arena_bytes(manager) * MAX_TRANSIENT_SHARE) // block_bytes) * layout.page_tokens
+    return max(1, int(num_bytes) // block_bytes) * layout.page_tokens
 
 
-def _arena_bytes(manager: HybridBlockManager) -> int:
+def most_replay_tokens(manager: HybridBlockManager) -> int:
+    """Most tokens that a replay may compute anew."""
+    return transient_tokens(manager, arena_bytes(manager) * MAX_TRANSIENT_SHARE)
+
+
+def arena_bytes(manager: HybridBlockManager) -> int:
     return (manager.arena.num_slabs - 1) * manager.layout.slab_bytes
 
 
@@ -45,6 +53,20 @@ class Admission:
         """A running request ended; how long its output was tells what to expect of others."""
         self._num_finished += 1
         self._num_output_tokens += len(request.token_ids) - request.num_prompt_tokens
+
+    def prefill_tokens(self, num_waiting: int) -> int:
+        """Most prompt tokens for the next step to compute, for the sake of the sliding KV that they hold meanwhile."""
+        manager = self._manager
+        groups, tree = manager.layout.groups, manager.tree
+        if not tree.windowed_groups:
+            return sys.maxsize
+        total_bytes = arena_bytes(manager)
+        used_bytes = sum(used * group.page_bytes for used, group in zip(manager.arena.num_used, groups, strict=True))
+        spare_bytes = len(tree.spare) * min(groups[group].page_bytes for group in tree.windowed_groups)
+        finds_most = 2 * tree.expected.num_requests >= num_waiting
+        share = MAX_TRANSIENT_SHARE_AMONG_HITS if finds_most else MAX_TRANSIENT_SHARE
+        idle_bytes = total_bytes - used_bytes + spare_bytes
+        return transient_tokens(manager, max(share * total_bytes, TRANSIENT_SHARE_OF_IDLE * idle_bytes))
 
     def has_room(self, request: Request, match: PrefixMatch, running: list[int], num_waiting: int) -> bool:
         """Whether the whole prompt fits beside what runs and what running prefills still need, and without
@@ -67,8 +89,8 @@ class Admission:
             has_spare_room = False
         else:
             num_bytes = sum(count * group.page_bytes for count, group in zip(pages, groups, strict=True))
-            fits = num_bytes <= _arena_bytes(manager)
-            has_spare_room = num_bytes + self._expected_bytes_of_others(match) <= _arena_bytes(manager)
+            fits = num_bytes <= arena_bytes(manager)
+            has_spare_room = num_bytes + self._expected_bytes_of_others(match) <= arena_bytes(manager)
         return fits and (has_spare_room or not self._should_wait(match, len(running), num_waiting))
 
     def _wanted_pages(self, request: Request, match: PrefixMatch, running: list[int]) -> list[int]:

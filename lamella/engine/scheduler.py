@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lamella.engine.admission import Admission, most_prefill_tokens
+from lamella.engine.admission import Admission, most_replay_tokens
 from lamella.engine.gathered_tables import GatheredTables
 from lamella.engine.preemption import choose_victim, has_pending_blocks
 from lamella.engine.request import Request
@@ -69,8 +69,7 @@ class Scheduler:
         self.queue = WaitingQueue(manager, scheduling_policy)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens = min(chunk_tokens, max_num_batched_tokens)
-        self.prefill_tokens = most_prefill_tokens(manager)
-        manager.max_replay_tokens = min(self.chunk_tokens, self.prefill_tokens)
+        manager.max_replay_tokens = min(self.chunk_tokens, most_replay_tokens(manager))
         self.rows = RequestRows(max_num_seqs, max_model_len)
         self._admission = Admission(manager, self.rows)
         self.running: list[int] = []  # rows, oldest request first
@@ -124,7 +123,7 @@ class Scheduler:
         self._num_new = self._one_each[: len(decodes)]
         if self.queue or len(decodes) < len(self.running):
             num_new = dict.fromkeys(decodes.tolist(), 1)
-            budget = min(self.max_num_batched_tokens - len(num_new), self.prefill_tokens)
+            budget = min(self.max_num_batched_tokens - len(num_new), self._admission.prefill_tokens(len(self.queue)))
             budget = self._continue_prefills(num_new, budget)
             if self._num_preemptions == num_preemptions:
                 self._admit(num_new, budget)

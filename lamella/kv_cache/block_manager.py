@@ -141,7 +141,7 @@ class HybridBlockManager:
             return match
         return match._replace(
             num_tokens=start,
-            path=match.whole_path[:num_blocks],
+            path=list(match.whole_path[:num_blocks]),
             tail_node=NO_NODE,
             num_replayed_tokens=num_blocks * self.page_tokens - start,
         )

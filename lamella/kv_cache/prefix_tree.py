@@ -26,7 +26,7 @@ request will run last.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,11 +54,11 @@ class PrefixMatch(NamedTuple):
     path: list[int]
     tail_node: int
     num_structural_tokens: int
-    whole_path: list[int]
+    whole_path: Sequence[int] = ()
     num_replayed_tokens: int = 0
 
 
-NO_MATCH = PrefixMatch(0, [], NO_NODE, 0, [])
+NO_MATCH = PrefixMatch(0, [], NO_NODE, 0)
 
 
 class PrefixTree:
@@ -175,7 +175,7 @@ class PrefixTree:
         num_tokens = self._longest_resume(nodes, limit)
         num_blocks = num_tokens // self.page_tokens
         tail_node = nodes[num_blocks] if num_tokens % self.page_tokens else NO_NODE
-        return PrefixMatch(num_tokens, nodes[:num_blocks], tail_node, limit, [])
+        return PrefixMatch(num_tokens, nodes[:num_blocks], tail_node, limit)
 
     def _parting_children(self, parent: int, block: bytes) -> Iterator[tuple[int, int]]:
         """The children of `parent` that begin like `block`: (node, number of equal first tokens)."""

@@ -17,7 +17,6 @@ HYBRID = [full(), sliding(9)]
 def after_prefill(prompts, specs=HYBRID):
     """All prompts admitted and computed in one step: pages of 4 tokens, no lack of memory."""
     simulation = Simulation(specs, page_tokens=4, chunk_tokens=128, max_num_seqs=len(prompts))
-    simulation.scheduler.prefill_tokens = 128
     for name, prompt in prompts.items():
         simulation.add(name, prompt, 30)
     simulation.step()
