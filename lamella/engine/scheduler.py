@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -297,7 +296,7 @@ class Scheduler:
             self.manager.commit_ahead(row, request.token_ids, match.num_tokens + chunk)
             num_new[row] = chunk
             budget -= chunk
-            self._count_admission(request, match.num_tokens)
+            self._count_admission(request, match)
 
     def _begin(self, row: int, request: Request, match: PrefixMatch, most: int) -> int:
         """Room in `row` for the cached prefix and up to `most` tokens more; returns how many, 0 for none."""
@@ -319,23 +318,19 @@ class Scheduler:
             )
         self.manager.reset_prefix_cache()
 
-    def _count_admission(self, request: Request, num_cached_tokens: int) -> None:
+    def _count_admission(self, request: Request, match: PrefixMatch) -> None:
         if request.num_cached_tokens is None:  # a resume is no hit
-            request.num_cached_tokens = num_cached_tokens
+            request.num_cached_tokens = match.num_tokens
             request.first_scheduled_time = time.monotonic()
             request.admission_index = self._num_admitted
             self._num_admitted += 1
             self._num_prompt_tokens += request.num_prompt_tokens
-            self._num_cached_tokens += num_cached_tokens
-            num_partial_tokens = num_cached_tokens % self.manager.page_tokens
-            num_full_tokens = num_cached_tokens - num_partial_tokens
-            hits = self._hits
-            self._hits = replace(
-                hits,
-                num_full_requests=hits.num_full_requests + (num_full_tokens > 0),
-                num_full_tokens=hits.num_full_tokens + num_full_tokens,
-                num_partial_requests=hits.num_partial_requests + (num_partial_tokens > 0),
-                num_partial_tokens=hits.num_partial_tokens + num_partial_tokens,
+            self._num_cached_tokens += match.num_tokens
+            num_partial_tokens = match.num_tokens % self.manager.page_tokens
+            self._hits = self._hits.add(
+                num_full_tokens=match.num_tokens - num_partial_tokens,
+                num_partial_tokens=num_partial_tokens,
+                num_replay_tokens=match.num_replayed_tokens,
             )
 
     # Sampled tokens

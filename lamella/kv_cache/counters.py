@@ -13,7 +13,7 @@ class HitCounters:
     request finds when it resumes is no hit, nor is what it computes anew.
 
     full: shared as whole blocks. partial: a copy of the first tokens of a block that the hit ends inside of.
-    replay: sliding KV that was computed again from full-attention KV that was found.
+    replay: computed again, for their sliding KV alone: their full-attention KV was found.
     A request that has whole blocks and a copy counts under both; tokens count once.
     """
 
@@ -23,6 +23,17 @@ class HitCounters:
     num_partial_tokens: int = 0
     num_replay_requests: int = 0
     num_replay_tokens: int = 0
+
+    def add(self, *, num_full_tokens: int, num_partial_tokens: int, num_replay_tokens: int) -> HitCounters:
+        """With one request more."""
+        return HitCounters(
+            num_full_requests=self.num_full_requests + (num_full_tokens > 0),
+            num_full_tokens=self.num_full_tokens + num_full_tokens,
+            num_partial_requests=self.num_partial_requests + (num_partial_tokens > 0),
+            num_partial_tokens=self.num_partial_tokens + num_partial_tokens,
+            num_replay_requests=self.num_replay_requests + (num_replay_tokens > 0),
+            num_replay_tokens=self.num_replay_tokens + num_replay_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,3 +106,14 @@ def test_engine_stats_have_them(tmp_path):
         assert (stats.kv_cache.num_slab_moves, stats.kv_cache.num_moved_pages) == (0, 0)
         llm.reset_prefix_cache()
         assert llm.engine.stats().kv_cache.num_dead_full_pages == 4
+
+
+def test_a_replay_counts_what_is_computed_again():
+    """W 5, pages of 1, parting at 40 where the window is gone: 4 tokens are computed again, 36 are found."""
+    simulation = Simulation([full(), sliding(5)], page_tokens=1)
+    run_one(simulation, "cold", range(50))
+    run_one(simulation, "parts in the middle", [*range(40), 7, 8])
+    assert counted(simulation).hits == HitCounters(
+        num_full_requests=1, num_full_tokens=36, num_replay_requests=1, num_replay_tokens=4
+    )
+    assert simulation.scheduler.counters().num_cached_tokens == 36

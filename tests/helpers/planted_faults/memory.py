@@ -168,10 +168,9 @@ def expected_evicted_in_the_order_of_need(original, expectations):
     return iter([*original(expectations)][::-1])
 
 
-@replaces(PrefixTree, "_least_worth")
+@replaces(PrefixTree, "_by_worth")
 def expected_prefix_evicted_first(original, tree):
-    expected = next(tree.expected.last_to_run(), NO_NODE)
-    return original(tree) if expected == NO_NODE else expected
+    return iter([*tree.expected.last_to_run(), *original(tree)])
 
 
 @replaces(HybridBlockManager, "settle")
@@ -209,7 +208,7 @@ def spare_page_stays_listed_when_held(original, tree, node, window_nodes):
 
 @replaces(PrefixTree, "evict_one")
 def spare_evicted_last(original, tree):
-    if tree._least_worth() == NO_NODE:
+    if not any(tree._keeps_memory(node, held) for node, held in tree.resume_points.items()):
         return original(tree)
     spare = list(tree.spare)
     tree.spare.clear()
