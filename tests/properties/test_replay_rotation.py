@@ -15,7 +15,7 @@ from lamella.kv_cache.spec import ceil_div
 PAGE_TOKENS = 16
 CHUNK_TOKENS = 2048
 WINDOW_TOKENS, NUM_SLIDING_LAYERS = 128, 12
-CONTEXT_TOKENS, TURN_TOKENS, OUTPUT_TOKENS = 30_000, 2_000, 40  # a turn's tokens fill the windowed pool
+CONTEXT_TOKENS, TURN_TOKENS, OUTPUT_TOKENS = 30_000, 2_050, 40  # a turn's tokens fill the windowed pool
 NUM_TURNS = 2  # of each session, after the first that brings its context
 MAX_MODEL_LEN = 36_000
 
@@ -71,17 +71,28 @@ def rotate(scheduler: Scheduler) -> list[int]:
     return computed
 
 
+def known_tokens(turn: int) -> int:
+    """What is computed of a session's tokens when its turn comes: all but the last output token."""
+    earlier = turn // 2 - 1
+    return CONTEXT_TOKENS + OUTPUT_TOKENS + earlier * (TURN_TOKENS + OUTPUT_TOKENS) - 1
+
+
 def with_replay(turn: int) -> int:
-    """By hand: what is committed is all but the last output token, in whole blocks; before its end, twelve layers'
-    windows and a block less one token are replayed, from a block boundary."""
-    known = CONTEXT_TOKENS + turn // 2 * (OUTPUT_TOKENS + TURN_TOKENS) - TURN_TOKENS - 1
-    resume = known // PAGE_TOKENS * PAGE_TOKENS
+    """By hand: whole blocks are known, and before their end twelve layers' windows and a block less one token are
+    replayed, from a block boundary."""
+    resume = known_tokens(turn) // PAGE_TOKENS * PAGE_TOKENS
     start = resume - NUM_SLIDING_LAYERS * (WINDOW_TOKENS - 1) - (PAGE_TOKENS - 1)
-    return known + 1 + TURN_TOKENS - start // PAGE_TOKENS * PAGE_TOKENS
+    return known_tokens(turn) + 1 + TURN_TOKENS - start // PAGE_TOKENS * PAGE_TOKENS
 
 
 def test_a_rotation_recovers_its_windows_for_a_quarter_of_the_recompute_tokens():
     replayed = rotate(make_scheduler(windowed_replay=True))
     recomputed = rotate(make_scheduler(windowed_replay=False))
-    print(replayed, recomputed, [with_replay(t) for t in range(2, 8)])
+    assert replayed[:2] == recomputed[:2] == [CONTEXT_TOKENS] * 2
+    # Without replay every token of a turn's prompt is computed again: its windows' end took the full KV along.
+    assert recomputed[2:] == [32_090, 32_090, 34_180, 34_180]
+    assert replayed[2:] == [with_replay(turn) for turn in range(2, 6)] == [3_610, 3_610, 3_604, 3_604]
+    # The new tokens of the turns are in both; what is left is what an evicted window cost.
+    new_tokens = 4 * TURN_TOKENS
+    assert 4 * (sum(replayed[2:]) - new_tokens) <= sum(recomputed[2:]) - new_tokens
     assert 4 * sum(replayed[2:]) <= sum(recomputed[2:])
