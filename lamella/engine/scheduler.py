@@ -198,7 +198,8 @@ class Scheduler:
                 rows.due[row] = self.manager.next_due(row)
         if self._num_preemptions > num_preemptions:
             decodes &= [rows.requests[row] is not None for row in running.tolist()]
-        return running[decodes]
+        decoding: np.ndarray = running[decodes]
+        return decoding
 
     def _continue_prefills(self, num_new: dict[int, int], budget: int) -> int:
         rows = self.rows

@@ -76,4 +76,5 @@ def _read_only(manager: HybridBlockManager, row_of_token: np.ndarray, positions:
         return None
     ends = np.zeros(len(manager.frontier), dtype=np.int64)
     ends[list(manager.replaying)] = list(manager.replaying.values())
-    return positions < ends[row_of_token]
+    is_replayed: np.ndarray = positions < ends[row_of_token]
+    return is_replayed

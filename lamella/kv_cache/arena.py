@@ -49,7 +49,7 @@ class Arena:
         self.num_lent_slabs = [0] * num_groups
         self.slab_group = np.full(num_slabs, FREE, dtype=np.int16)
         self.slab_group[0] = RESERVED
-        self._slab_group_at = memoryview(self.slab_group)  # the same memory, one item at a time
+        self._slab_group_at = self.slab_group.data  # the same memory, one item at a time
         self.num_used = [0] * num_groups
         self._free_slabs = list(range(num_slabs - 1, 0, -1))
         self._free_pages: dict[int, list[int]] = {}  # lent slab -> its free page ids
@@ -196,7 +196,8 @@ class Arena:
         self._free_pages.update((slab, []) for slab in slabs)
         self.num_lent_slabs[group] += num_slabs
         self.slab_group[slabs] = group
-        return (np.array(slabs)[:, None] * self.layout.slab_units + self._pages_of(group, 0)).ravel().tolist()
+        pages = np.array(slabs)[:, None] * self.layout.slab_units + self._pages_of(group, 0)
+        return [int(page) for page in pages.ravel()]
 
     def _lend_slab(self, group: int) -> int:
         """A free slab for the group, unlisted."""

@@ -106,11 +106,11 @@ class PrefixTree:
         self.refs = np.zeros((num_groups, capacity), dtype=np.int64)
         self.holds = np.zeros((num_groups, capacity), dtype=np.int64)
         # The same memory one item at a time: plain ints, several times faster than items of an array.
-        self._parent_at, self._end_at = memoryview(self.parent), memoryview(self.end)
-        self._num_children_at, self._pins_at = memoryview(self.num_children), memoryview(self.pins)
-        self.page_at = [memoryview(row) for row in self.page]
-        self.refs_at = [memoryview(row) for row in self.refs]
-        self._holds_at = [memoryview(row) for row in self.holds]
+        self._parent_at, self._end_at = self.parent.data, self.end.data
+        self._num_children_at, self._pins_at = self.num_children.data, self.pins.data
+        self.page_at = [row.data for row in self.page]
+        self.refs_at = [row.data for row in self.refs]
+        self._holds_at = [row.data for row in self.holds]
 
     def _grow_rows(self) -> None:
         old = (self.parent, self.end, self.num_children, self.pins, self.page, self.refs, self.holds)
