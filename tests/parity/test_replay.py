@@ -21,6 +21,7 @@ from lamella.attention.torch_backend import TorchBackend
 from lamella.engine import model_setup
 from lamella.kv_cache import invariants
 from lamella.kv_cache.arena import NULL_PAGE
+from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
 from lamella.model_executor.runner import ModelRunner
 from tests.helpers.attention_cases import nan_arena
@@ -280,13 +281,9 @@ def test_a_replay_equals_dense_attention_from_the_full_kv_s_end_on(backend, num_
     tokens, so that the first chunk ends inside the replayed range."""
     stack = Stack()
     simulation = Simulation(SPECS, page_tokens=STACK_PAGE_TOKENS, max_model_len=LONGEST, chunk_tokens=32)
-    layout = simulation.manager.layout
-    arena = nan_arena(simulation.manager.arena.num_slabs * layout.slab_bytes)
-    arena[: layout.slab_bytes] = 0
-    runner = ModelRunner(stack, backend, layout, SPECS, arena)
-    generator = torch.Generator().manual_seed(2)
-    first, other, beside = (torch.randint(VOCAB, (count,), generator=generator).tolist() for count in (100, 12, 24))
-    parted = [*first[:82], (first[82] + 1) % VOCAB, *other]
+    runner = stack_runner(stack, backend, simulation)
+    first, other, beside = some_tokens(100, 12, 24)
+    parted = part(first, 82, other)
     simulation.add("first", first, 6)
     serve(runner, stack, simulation)
 
@@ -302,11 +299,58 @@ def test_a_replay_equals_dense_attention_from_the_full_kv_s_end_on(backend, num_
     assert float((hidden["parted"][56].double() - expected[56]).abs().max()) > 0.01, "the first token has its window"
 
     # Parts from it inside a block, which is copied; the first key of its window, 79, is one that the replay committed.
-    again = [*parted[:86], (parted[86] + 1) % VOCAB, *other]
+    again = part(parted, 86, other)
     resumed = simulation.add("again", again, 8)
     hidden, _ = serve(runner, stack, simulation)
     assert resumed.num_cached_tokens == 86
     check(stack, simulation, hidden["again"], "again", dense(stack, again + simulation.outputs["again"]), 86)
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend(), TorchBackend()], ids=["reference", "torch"])
+def test_of_what_was_replayed_only_exact_windows_are_kept(backend):
+    """The replay begins at 56, so the third sliding layer's input is exact from 56 + 2 * 7 = 70 on: in whole blocks
+    from 72. With that a prompt can resume at 79, whose window begins at 72, but not at 75: its window begins at 68."""
+    stack = Stack()
+    simulation = Simulation(
+        SPECS, page_tokens=STACK_PAGE_TOKENS, max_model_len=LONGEST, chunk_tokens=32, retention=RetentionPolicy()
+    )
+    runner = stack_runner(stack, backend, simulation)
+    first, other = some_tokens(100, 12)
+    simulation.add("first", first, 6)
+    serve(runner, stack, simulation)
+    while simulation.manager.tree.strip_one():
+        pass
+    parted = part(first, 82, other)
+    replayed = simulation.add("parted", parted, 8)
+    serve(runner, stack, simulation)
+    assert replayed.num_cached_tokens == 56
+
+    # At 75 the full KV of 72 tokens is known, and replayed from 72 - 21 - 3 = 48 on.
+    for request_id, position, num_cached_tokens, exact_from in (("late", 79, 79, 79), ("early", 75, 48, 72)):
+        prompt = part(parted, position, other)
+        request = simulation.add(request_id, prompt, 8)
+        hidden, _ = serve(runner, stack, simulation)
+        assert request.num_cached_tokens == num_cached_tokens
+        expected = dense(stack, prompt + simulation.outputs[request_id])
+        check(stack, simulation, hidden[request_id], request_id, expected, exact_from)
+
+
+def stack_runner(stack, backend, simulation) -> ModelRunner:
+    """Over an arena of NaN but for the null slab."""
+    layout = simulation.manager.layout
+    arena = nan_arena(simulation.manager.arena.num_slabs * layout.slab_bytes)
+    arena[: layout.slab_bytes] = 0
+    return ModelRunner(stack, backend, layout, SPECS, arena)
+
+
+def some_tokens(*counts: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(VOCAB, (count,), generator=generator).tolist() for count in counts]
+
+
+def part(prompt: list[int], position: int, rest: list[int]) -> list[int]:
+    """As `prompt` up to `position`, another token there, then `rest`."""
+    return [*prompt[:position], (prompt[position] + 1) % VOCAB, *rest]
 
 
 def check(stack, simulation, hidden, request_id: str, expected: torch.Tensor, first: int) -> None:
