@@ -19,6 +19,9 @@ MAX_TRANSIENT_SHARE_AMONG_HITS = 1 / 32
 TRANSIENT_SHARE_OF_IDLE = 1 / 2
 # What a step costs whatever runs in it, in prompt tokens that could be computed meanwhile.
 STEP_COST_TOKENS = 512
+# Where requests may be reordered, those that find little of their prompt leave so much of the arena to the growth of
+# what runs: outputs, and next turns that would otherwise find themselves evicted.
+GROWTH_SHARE = 0.17
 # What is taken for the mean output length before requests have finished, and how many it counts for.
 PRIOR_OUTPUT_TOKENS = 128
 PRIOR_REQUESTS = 8
@@ -43,8 +46,11 @@ def arena_bytes(manager: HybridBlockManager) -> int:
 
 
 class Admission:
-    def __init__(self, manager: HybridBlockManager, rows: RequestRows) -> None:
+    """leaves_growth: see GROWTH_SHARE."""
+
+    def __init__(self, manager: HybridBlockManager, rows: RequestRows, *, leaves_growth: bool = False) -> None:
         self._manager = manager
+        self._growth_share = GROWTH_SHARE if leaves_growth else 0.0
         self._rows = rows
         self._num_finished = PRIOR_REQUESTS
         self._num_output_tokens = PRIOR_REQUESTS * PRIOR_OUTPUT_TOKENS
@@ -89,7 +95,9 @@ class Admission:
             has_spare_room = False
         else:
             num_bytes = sum(count * group.page_bytes for count, group in zip(pages, groups, strict=True))
-            fits = num_bytes <= arena_bytes(manager)
+            finds_little = 2 * match.num_tokens < len(request.token_ids)
+            share = 1 - self._growth_share if finds_little else 1
+            fits = num_bytes <= share * arena_bytes(manager)
             has_spare_room = num_bytes + self._expected_bytes_of_others(match) <= arena_bytes(manager)
         return fits and (has_spare_room or not self._should_wait(match, len(running), num_waiting))
 

@@ -70,7 +70,7 @@ class Scheduler:
         self.chunk_tokens = min(chunk_tokens, max_num_batched_tokens)
         manager.max_replay_tokens = min(self.chunk_tokens, most_replay_tokens(manager))
         self.rows = RequestRows(max_num_seqs, max_model_len)
-        self._admission = Admission(manager, self.rows)
+        self._admission = Admission(manager, self.rows, leaves_growth=scheduling_policy == "prefix")
         self.running: list[int] = []  # rows, oldest request first
         self._tables = GatheredTables(manager)
         self._scheduled = np.zeros(0, dtype=np.int64)
