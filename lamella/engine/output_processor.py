@@ -9,7 +9,7 @@ from lamella.engine.detokenizer import IncrementalDetokenizer
 from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from lamella.engine.request import Request
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
-from lamella.engine.scheduler import NewToken
+from lamella.engine.scheduler import NewTokens
 from lamella.model_executor.step_plan import TokenLogprobs
 from lamella.model_executor.tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ class OutputProcessor:
     def requests_of(self, request_id: str) -> list[Request]:
         return [sample.request for sample in self._conversations[request_id].samples]
 
-    def process(self, new_tokens: list[NewToken]) -> tuple[list[RequestOutput], list[tuple[Request, str]]]:
+    def process(self, new_tokens: NewTokens) -> tuple[list[RequestOutput], list[tuple[Request, str]]]:
         """Take in a step's tokens.
 
         Returns the outputs due now, and the requests that a stop string ended (with the string): the
@@ -61,7 +61,7 @@ class OutputProcessor:
         """
         stopped: list[tuple[Request, str]] = []
         touched: dict[str, None] = {}
-        for request, token_id in new_tokens:
+        for request, token_id in new_tokens.each():
             conversation = self._conversations[request.request_id]
             sample = conversation.samples[request.sample_index]
             sample.token_ids.append(token_id)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,18 @@ class NewToken(NamedTuple):
 
     request: Request
     token_id: int
+
+
+class NewTokens(NamedTuple):
+    """All tokens of a step, as columns; `each` goes through them one by one. ended: the requests that got their
+    last token."""
+
+    requests: list[Request]
+    token_ids: list[int]
+    ended: list[Request]
+
+    def each(self) -> Iterator[NewToken]:
+        return map(NewToken, self.requests, self.token_ids)
 
 
 class SchedulerCounters(NamedTuple):
@@ -135,7 +147,7 @@ class Scheduler:
             return None
         return build_step_plan(self.rows, self.manager, self._tables, self._scheduled, self._num_new)
 
-    def update(self, result: StepResult) -> list[NewToken]:
+    def update(self, result: StepResult) -> NewTokens:
         """Take in what the step computed: positions, finished blocks, sampled tokens, finishes."""
         rows, manager = self.rows, self.manager
         manager.end_step()
@@ -152,9 +164,9 @@ class Scheduler:
         sampled = computed == rows.num_tokens[scheduled]
         # A prefill held window pages for its chunk: let them go at the first decode.
         rows.due[scheduled[sampled & (self._num_new > 1)]] = 0
-        new_tokens, ended = self._append(scheduled[sampled], result)
-        for row in ended:
-            self._leave_row(row)
+        new_tokens = self._append(scheduled[sampled], result)
+        for request in new_tokens.ended:
+            self._leave_row(request.row)
         return new_tokens
 
     def roll_back(self) -> None:
@@ -336,9 +348,9 @@ class Scheduler:
 
     # Sampled tokens
 
-    def _append(self, sampled_rows: np.ndarray, result: StepResult) -> tuple[list[NewToken], list[int]]:
-        """Give each row (int64 [S]) its token; also returns the rows whose request it ended. Python touches only
-        requests to which more happens: a first token, log-probabilities, an end."""
+    def _append(self, sampled_rows: np.ndarray, result: StepResult) -> NewTokens:
+        """Give each row (int64 [S]) its token. Python touches only requests to which more happens: a first token,
+        log-probabilities, an end."""
         rows, token_ids = self.rows, result.token_ids
         num_tokens = rows.num_tokens[sampled_rows]
         rows.tokens[sampled_rows, num_tokens] = token_ids
@@ -357,14 +369,11 @@ class Scheduler:
         for index in may_end.nonzero()[0].tolist():
             _end_if_due(requests[index], ids[index], at_limit=bool(at_limit[index]))
             if requests[index].is_finished:
-                ended.append(requests[index].row)
-        return list(map(_make_new_token, zip(requests, ids, strict=True))), ended
+                ended.append(requests[index])
+        return NewTokens(requests, ids, ended)
 
 
 # A third of the time of NewToken(request, token_id), which is Python code; a step makes one for each request.
-_make_new_token = partial(tuple.__new__, NewToken)
-
-
 def _end_if_due(request: Request, token_id: int, *, at_limit: bool) -> None:
     if token_id in request.stop_token_ids:
         request.finish_reason, request.stop_reason = "stop", token_id

@@ -119,7 +119,7 @@ class Simulation:
                 request = self.scheduler.rows.request(row)
                 tokens = self.scheduler.rows.tokens[row, : self.scheduler.rows.num_tokens[row]].tolist()
                 contexts.append((request.salt, tokens))
-            for new in self.scheduler.update(self.executor.execute(plan, contexts)):
+            for new in self.scheduler.update(self.executor.execute(plan, contexts)).each():
                 self.outputs[new.request.request_id].append(new.token_id)
         invariants.check(self.manager)
         return True

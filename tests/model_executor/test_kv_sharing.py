@@ -122,7 +122,7 @@ def serve(runner, stack, simulation):
         for index, request in enumerate(requests):
             for token in range(int(plan.query_start[index]), int(plan.query_start[index + 1])):
                 hidden[request.request_id][int(plan.positions[token])] = stack.hidden[token]
-        for new in scheduler.update(result):
+        for new in scheduler.update(result).each():
             simulation.outputs[new.request.request_id].append(new.token_id)
     return hidden
 

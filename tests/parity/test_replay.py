@@ -267,7 +267,7 @@ def serve(runner, stack, simulation) -> tuple[dict[str, dict[int, torch.Tensor]]
             starts[request.request_id].append(int(plan.positions[tokens[0]]))
             for token in tokens:
                 hidden[request.request_id][int(plan.positions[token])] = stack.hidden[token]
-        for new in scheduler.update(result):
+        for new in scheduler.update(result).each():
             simulation.outputs[new.request.request_id].append(new.token_id)
         invariants.check(simulation.manager)
     return hidden, starts

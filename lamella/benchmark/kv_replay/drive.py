@@ -72,7 +72,7 @@ class Driver:
         result = self._execute(plan)
         start = time.perf_counter()
         new_tokens = self.scheduler.update(result)
-        finished = [new.request.request_id for new in new_tokens if new.request.is_finished]
+        finished = [request.request_id for request in new_tokens.ended]
         self.step_seconds.append((seconds, time.perf_counter() - start))
         for request_id in finished:
             self._num_first_decodes += len(self._outputs.pop(request_id)) - 1
