@@ -18,7 +18,7 @@ MAX_TRANSIENT_SHARE_AMONG_HITS = 1 / 32
 # What idles serves the chunk, but not all of it: its full-attention KV needs room as well.
 TRANSIENT_SHARE_OF_IDLE = 1 / 2
 # What a step costs whatever runs in it, in prompt tokens that could be computed meanwhile.
-STEP_COST_TOKENS = 512
+STEP_COST_TOKENS = 430
 # Where requests may be reordered, those that find little of their prompt leave so much of the arena to the growth of
 # what runs: outputs, and next turns that would otherwise find themselves evicted.
 GROWTH_SHARE = 0.17

@@ -25,6 +25,12 @@ def expecting(simulation: Simulation, *, num_tokens: int, num_bytes: int = 0, nu
     return simulation.scheduler._admission
 
 
+@pytest.fixture(autouse=True)
+def step_cost(monkeypatch):
+    """A round number to work with by hand."""
+    monkeypatch.setattr(admission_module, "STEP_COST_TOKENS", 512)
+
+
 @pytest.mark.parametrize(
     ("num_running", "num_waiting", "num_tokens", "num_nodes"),
     [
