@@ -99,7 +99,7 @@ class Admission:
             share = 1 - self._growth_share if finds_little else 1
             fits = num_bytes <= share * arena_bytes(manager)
             has_spare_room = num_bytes + self._expected_bytes_of_others(match) <= arena_bytes(manager)
-        return fits and (has_spare_room or not self._should_wait(match, len(running), num_waiting))
+        return fits and (has_spare_room or not self._should_wait(len(running), num_waiting))
 
     def _wanted_pages(self, request: Request, match: PrefixMatch, running: list[int]) -> list[int]:
         """Pages per group that the request, and prefills that run, have yet to take."""
@@ -127,7 +127,7 @@ class Admission:
         own = match.tail_node if match.tail_node in expected else match.path[-1] if match.path else -1
         return expected.num_bytes - expected.num_bytes_at(own)
 
-    def _should_wait(self, match: PrefixMatch, num_running: int, num_waiting: int) -> bool:
+    def _should_wait(self, num_running: int, num_waiting: int) -> bool:
         """Whether one running request more is worth less than the prefixes that it would evict.
 
         Let r requests run and q wait, w of which find their prefix of V tokens. A slot less costs a share

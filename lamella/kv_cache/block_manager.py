@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.expectations import Expectation
 from lamella.kv_cache.prefix_tree import NO_MATCH, NO_NODE, PrefixMatch, Salt
 from lamella.kv_cache.row_commits import CommittingRows, block_key
@@ -137,21 +136,12 @@ class HybridBlockManager(CommittingRows):
     def _begin_replay(self, row: int, match: PrefixMatch) -> bool:
         """Own scratch pages for the windowed KV of the tokens that are replayed; the full KV is locked already."""
         start, end = match.num_tokens // self.page_tokens, len(match.path)
-        taken: list[tuple[int, int, list[int]]] = []
-        for group in self.tree.windowed_groups:
-            pages = self._allocate(group, end - start, NULL_PAGE, taken)
-            if pages is None:
-                for owner, _, given in taken:
-                    for page in given:
-                        self.arena.free(owner, page)
-                return False
-            taken.append((group, start, pages))
-        for group, _, pages in taken:
-            self.tables[group, row, start:end] = pages
-            self.first_kept[group, row] = start
-            self.first_keys[group, row] = match.num_tokens
-            self.scratch_end[group, row] = end
-            self._count_owned(group, len(pages))
+        groups = self.tree.windowed_groups
+        if not self._own_pages(row, [(group, start) for group in groups], end):
+            return False
+        self.first_kept[groups, row] = start
+        self.first_keys[groups, row] = match.num_tokens
+        self.scratch_end[groups, row] = end
         self.num_settled[row] = end - 1  # so that `commit` is called when the replay is done
         self.replaying[row] = end * self.page_tokens
         return True

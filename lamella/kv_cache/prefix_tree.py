@@ -376,17 +376,20 @@ class PrefixTree:
             if 4 * num_common == len(self._key[node][1]) < len(block) and node in self.resume_points:
                 self.resume_points.move_to_end(node, last=False)
 
-    def strip_one(self) -> bool:
-        """Let go the windows, and only those, of the resume point that is worth least, which then takes a replay;
-        False: none has any that nobody uses."""
+    def strip_one(self, can_be_replayed: Callable[[int], bool]) -> bool:
+        """Let go the windows of the resume point that is worth least and has any that nobody uses, and only those
+        if a request can do without them: can_be_replayed(number of tokens before it). False: there is none."""
         if self.spare:
             return self.evict_one()
         for node in self._by_worth():
             held = self.resume_points[node]
             if any(not self.refs_at[group][page_node] for group, page_node in held):
-                self.resume_points[node] = []
-                self._let_go(held, spare=False)
-                self.num_evicted_resume_points += 1
+                if can_be_replayed(self._end_at[node]):
+                    self.resume_points[node] = []
+                    self._let_go(held, spare=False)
+                    self.num_evicted_resume_points += 1
+                else:
+                    self._evict(node)
                 return True
         return False
 
@@ -406,6 +409,10 @@ class PrefixTree:
         chosen = next(keeping, NO_NODE)
         if chosen == NO_NODE:
             return False
+        self._evict(chosen)
+        return True
+
+    def _evict(self, chosen: int) -> None:
         self.expected.disappoint(chosen)
         held = self.resume_points.pop(chosen)
         parent = int(self.parent[chosen])
@@ -415,7 +422,6 @@ class PrefixTree:
         self._let_go(held, spare=False)
         self.prune(chosen)
         self.num_evicted_resume_points += 1
-        return True
 
     def _by_worth(self) -> Iterator[int]:
         """Resume points, worth least first. To be left once one has changed."""

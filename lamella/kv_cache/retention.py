@@ -49,6 +49,11 @@ class RetentionPolicy:
     def keeps_spare(self) -> bool:
         return self.spare and self.keeps_ends
 
+    @property
+    def keeps_block_ends(self) -> bool:
+        """Whether `keeps_block_end` is ever true."""
+        return self.name == "all" or self.grid_tokens is not None
+
     def keeps_block_end(self, end: int, page_tokens: int) -> bool:
         """Whether the block end at position `end` is kept for itself, whatever ends or parts there."""
         if self.name == "all":

@@ -57,7 +57,7 @@ class CommittingRows(RowPages):
         elif complete > committed:
             self._commit_blocks(row, self._blocks_of(row, token_ids, num_computed))
         unsettled: Sequence[int] = range(self._num_settled_at[row], complete)
-        if len(unsettled) > 2 and not self._keeps_block_ends:  # then only these two can matter
+        if len(unsettled) > 2 and not self.retention.keeps_block_ends:  # then only these two can matter
             ends = {self._prompt_tail_at[row], self._junction_at[row]}
             unsettled = sorted(end // page_tokens - 1 for end in ends if end // page_tokens - 1 in unsettled)
         for block in unsettled:

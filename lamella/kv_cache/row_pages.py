@@ -92,7 +92,6 @@ class RowPages:
         # What compaction moved since the last step, in its order. To copy before anything else.
         self.moves: list[MovedPages] = []
         self.num_slab_moves = self.num_moved_pages = 0
-        self._keeps_block_ends = self.retention.name == "all" or self.retention.grid_tokens is not None
         self.num_owned = [0] * self.num_groups
         self.peak_owned = [0] * self.num_groups
 
@@ -114,11 +113,18 @@ class RowPages:
         old = self._num_blocks_at[row]
         if num_blocks <= old:
             return True
+        starts = [max(old, first_kept[row]) for first_kept in self._first_kept_at]
+        if not self._own_pages(row, list(enumerate(starts)), num_blocks):
+            return False
+        self._num_blocks_at[row] = num_blocks
+        return True
+
+    def _own_pages(self, row: int, starts: Sequence[tuple[int, int]], end: int) -> bool:
+        """Own private pages for the blocks from start to `end`, for each (group, start), or for none of them."""
         taken: list[tuple[int, int, list[int]]] = []
-        for group in range(self.num_groups):
-            start = max(old, self._first_kept_at[group][row])
+        for group, start in starts:
             near = self._pages_at[group][row][start - 1] if start else NULL_PAGE
-            pages = self._allocate(group, num_blocks - start, near, taken)
+            pages = self._allocate(group, end - start, near, taken)
             if pages is None:
                 for owner, _, given in taken:
                     for page in given:
@@ -129,9 +135,8 @@ class RowPages:
             if len(pages) == 1:
                 self._pages_at[group][row][start] = pages[0]
             else:
-                self.tables[group, row, start:num_blocks] = pages
+                self.tables[group, row, start:end] = pages
             self._count_owned(group, len(pages))
-        self._num_blocks_at[row] = num_blocks
         return True
 
     def _allocate(
@@ -149,10 +154,12 @@ class RowPages:
     def _evict_for(self, group: int) -> bool:
         """Where slabs cannot move, full pages are of no use to a windowed group: windows go alone, if they can be
         replayed."""
-        can_strip = self.windowed_replay and self.replay.is_possible and self.arena.slab_quota is not None
-        if can_strip and self.tree.specs[group].is_windowed:
-            return self.tree.strip_one() or self.tree.evict_one()
+        if self.windowed_replay and self.arena.slab_quota is not None and self.tree.specs[group].is_windowed:
+            return self.tree.strip_one(self._can_be_replayed) or self.tree.evict_one()
         return self.tree.evict_one()
+
+    def _can_be_replayed(self, num_tokens: int) -> bool:
+        return self.replay.plan(num_tokens, 0, self.max_replay_tokens) is not None
 
     def _compact(self, group: int, in_hand: Sequence[tuple[int, int, list[int]]]) -> bool:
         """Move pages of other groups together so that a slab comes free for `group`; whether that can be done.

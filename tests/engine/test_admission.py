@@ -46,7 +46,7 @@ def test_one_more_waits_just_above_the_threshold(num_running, num_waiting, num_t
     simulation = Simulation([full()])
     for more, waits in ((0, False), (1, True)):
         admission = expecting(simulation, num_tokens=num_tokens + more, num_nodes=num_nodes)
-        assert admission._should_wait(NO_MATCH, num_running, num_waiting) is waits
+        assert admission._should_wait(num_running, num_waiting) is waits
 
 
 def test_longer_outputs_make_steps_worth_more():
@@ -56,15 +56,15 @@ def test_longer_outputs_make_steps_worth_more():
         serve(simulation, [index], 256)
     for num_tokens, waits in ((24576, False), (24577, True)):
         admission = expecting(simulation, num_tokens=num_tokens)
-        assert admission._should_wait(NO_MATCH, 4, 2) is waits
+        assert admission._should_wait(4, 2) is waits
 
 
 def test_nothing_is_held_back_where_nothing_is_expected_or_all_is_lost_anyway():
     simulation = Simulation([full()])
-    assert not expecting(simulation, num_tokens=10**9, num_nodes=0)._should_wait(NO_MATCH, 1000, 1)
-    assert expecting(simulation, num_tokens=16385)._should_wait(NO_MATCH, 4, 2)
+    assert not expecting(simulation, num_tokens=10**9, num_nodes=0)._should_wait(1000, 1)
+    assert expecting(simulation, num_tokens=16385)._should_wait(4, 2)
     # Per waiting request ever less: 16385 * 999 * 16 < 65536 * 10**6.
-    assert not expecting(simulation, num_tokens=16385)._should_wait(NO_MATCH, 4, 1000)
+    assert not expecting(simulation, num_tokens=16385)._should_wait(4, 1000)
 
 
 def room(simulation: Simulation, num_bytes: int, match: PrefixMatch = NO_MATCH, *, waits: bool = True) -> bool:

@@ -177,6 +177,23 @@ def test_locked_pages_outlive_their_resume_point():
     assert [group for group, _ in bench.freed] == [1, 0]
 
 
+def test_windows_go_alone_only_where_they_can_be_replayed():
+    """Two places of 2 and of 6 tokens; from 4 tokens on a replay pays. Full KV that nothing can use would stay dead."""
+    bench = Bench([full(), sliding(3)])
+    bench.chain([10, 11])
+    bench.chain(range(6))
+
+    def strip():
+        return bench.tree.strip_one(lambda num_tokens: num_tokens >= 4)
+
+    assert strip()
+    assert sorted(group for group, _ in bench.freed) == [0, 1], "the short one goes with its full page"
+    assert strip()
+    assert [group for group, _ in bench.freed[2:]] == [1, 1, 1], "of the long one only the windows"
+    assert len(bench.match(range(6)).whole_path) == 3
+    assert not strip(), "no windows are left"
+
+
 def test_a_chain_is_like_one_block_after_the_other():
     """Same parents, ends and look-ups, so that matches agree; where it starts beside another child, inside it too."""
     blocks = [np.array(pair, dtype=np.int32).tobytes() for pair in ([1, 2], [3, 4], [1, 2], [5, 6])]
