@@ -29,6 +29,7 @@ from lamella.model_executor.loading import (
 )
 from lamella.model_executor.model_config import ModelConfig, kv_sharing, layer_specs
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
+from lamella.model_executor.operators.torch_operators import TorchOperators
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.tokenizer import Tokenizer
 
@@ -63,7 +64,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     max_model_len = _check_max_model_len(config, model_config)
     dtype = _choose_dtype(config.dtype, model_config, device)
     backend = choose_backend(config.attention_backend, device)
-    model = Gemma3ForCausalLM(model_config, dtype)
+    model = Gemma3ForCausalLM(model_config, dtype, TorchOperators())
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="lamella-tokenizer") as pool:
         tokenizer_loading = pool.submit(load_tokenizer, tokenizer_source, cache_dir)
         weights = load_weights(source, model_config, model.expected_shapes(), dtype=dtype, cache_dir=cache_dir)

@@ -10,6 +10,7 @@ from lamella.attention.metadata import AttentionMetadata
 from lamella.errors import InvariantError
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import KVCacheSpec
+from lamella.model_executor.head_sampling import sample_from_head
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
 from lamella.model_executor.sampler import Sampler
 from lamella.model_executor.step_plan import GroupPlan, StepPlan, StepResult
@@ -78,7 +79,10 @@ class ModelRunner:
         )
         if not len(output_rows):
             return StepResult(token_ids=np.zeros(0, dtype=np.int64), logprobs={})
-        return self.sampler(self.model.logits(hidden), plan.sampling)
+        scores = self.model.logits(hidden)
+        if isinstance(scores, torch.Tensor):
+            return self.sampler(scores, plan.sampling)
+        return sample_from_head(self.sampler, scores, plan.sampling)
 
     def _copy_pages(self, plan: StepPlan) -> None:
         """Moved pages in their order, then copies on write, whose sources and targets nothing else touches."""

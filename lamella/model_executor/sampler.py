@@ -68,7 +68,7 @@ class Sampler:
         with _banned(logits, batch.banned_token_ids):
             maxima = _block_maxima(logits)
             best_ids, best_logits = _largest_of_blocks(logits, maxima)
-            _check_finite(best_logits)
+            check_finite(best_logits)
             token_ids = best_ids
             sampled_rows = np.flatnonzero(batch.temperature > 0)
             if len(sampled_rows):
@@ -91,7 +91,7 @@ def kept_tokens(
     logits = row.unsqueeze(0)
     maxima = _block_maxima(logits)
     _, best_logits = _largest_of_blocks(logits, maxima)
-    _check_finite(best_logits)
+    check_finite(best_logits)
     best_logit = float(best_logits[0])
     top_k = top_k if 0 < top_k < len(row) else 0
     mass = _row_mass(row.contiguous(), best_logit, temperature) if _needs_row_mass(top_k, top_p, min_p) else None
@@ -144,14 +144,15 @@ def _largest_of_blocks(logits: torch.Tensor, maxima: torch.Tensor) -> tuple[np.n
     )
 
 
-def _check_finite(best_logits: np.ndarray) -> None:
+def check_finite(best_logits: np.ndarray, rows: np.ndarray | None = None) -> None:
+    """Raise LamellaError unless each row's largest logit is a number. rows: what the rows are called, if not 0, 1, …"""
     bad = np.flatnonzero(~np.isfinite(best_logits))
     if len(bad):
-        row = int(bad[0])
+        names = bad if rows is None else rows[bad]
         raise LamellaError(
-            f"row {row} of the logits has {best_logits[row]} as its largest value, so no token can be chosen (rows "
-            f"affected: {bad.tolist()}); a NaN or +inf comes from the model's weights or dtype, -inf from banning "
-            "every token"
+            f"row {names[0]} of the logits has {best_logits[bad[0]]} as its largest value, so no token can be chosen "
+            f"(rows affected: {names.tolist()}); a NaN or +inf comes from the model's weights or dtype, -inf from "
+            "banning every token"
         )
 
 
@@ -236,6 +237,21 @@ def _most_likely(row: torch.Tensor, maxima: np.ndarray, num_tokens: int) -> tupl
     token_ids, logits = token_ids[reaching], logits[reaching]
     order = np.argsort(-logits, kind="stable")  # ids ascend, so a stable sort leaves equals in their order
     return token_ids[order], logits[order].astype(np.float64)
+
+
+def draw_from_top(token_ids: np.ndarray, logits: np.ndarray, batch: SamplingBatch, row: int) -> int:
+    """Draw for a row whose top_k is on, from the beginning of its order: ids int64 [n], logits float32 [n], n >= top_k
+    unless the vocabulary is smaller."""
+    limit = int(batch.top_k[row])
+    values = logits[:limit].astype(np.float64)
+    weights = np.exp((values - values[0]) / float(batch.temperature[row]))
+    num_kept = int(np.count_nonzero(weights >= max(float(batch.min_p[row]), _SMALLEST_WEIGHT)))
+    top_p = float(batch.top_p[row])
+    if top_p < 1.0:
+        cumulative = np.cumsum(weights[:num_kept])
+        num_kept = int(np.searchsorted(cumulative, top_p * cumulative[-1], side="left")) + 1
+    kept = KeptTokens(token_ids=token_ids[:num_kept], weights=weights[:num_kept])
+    return _draw_kept(kept, uniform(batch.seeds[row], batch.draw_index[row]))
 
 
 def _filter(

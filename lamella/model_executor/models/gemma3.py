@@ -4,120 +4,68 @@ four norms a layer, tied embeddings."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from lamella.attention.backend import AttentionParams
 from lamella.kv_cache.spec import KVCacheSpec
-from lamella.model_executor.layers import apply_rotary, gated_gelu, linear, rms_norm, rotary_tables
+from lamella.model_executor.layers import rotary_tables
 from lamella.model_executor.model_config import ModelConfig
-
-
-class LayerAttention(Protocol):
-    """Attention of one step, all layers: writes k and v to the cache, returns what q sees."""
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim]."""
-        ...
-
-
-def _weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
-
-
-class _Projection(nn.Module):
-    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = _weight(out_features, in_features, dtype=dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight)
-
-
-class _Norm(nn.Module):
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = _weight(width, dtype=torch.float32)
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+from lamella.model_executor.operators.base import (
+    HeadScores,
+    HeadShape,
+    LayerAttention,
+    Norm,
+    Operators,
+    Projection,
+)
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, operators: Operators, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layer = layer
-        self.sizes = [config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
-        self.head_dim = config.head_dim
-        self.qkv_proj = _Projection(sum(self.sizes), config.hidden_size, dtype)
-        self.o_proj = _Projection(config.hidden_size, self.sizes[0], dtype)
-        self.q_norm = _Norm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = _Norm(config.head_dim, config.rms_norm_eps)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        attention: LayerAttention,
-        output_rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
-        num_tokens = x.shape[0]
-        q = apply_rotary(self.q_norm(q.reshape(num_tokens, -1, self.head_dim)), rotary)
-        k = apply_rotary(self.k_norm(k.reshape(num_tokens, -1, self.head_dim)), rotary)
-        out = attention(self.layer, q, k, v.reshape(num_tokens, -1, self.head_dim)).flatten(1)
-        return self.o_proj(out if output_rows is None else out[output_rows])
+        self.heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        self.qkv_proj = Projection(sum(self.heads.sizes), config.hidden_size, operators, dtype)
+        self.o_proj = Projection(config.hidden_size, self.heads.sizes[0], operators, dtype)
+        self.q_norm = Norm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = Norm(config.head_dim, config.rms_norm_eps)
 
 
 class _MLP(nn.Module):
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, operators: Operators, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_up_proj = _Projection(2 * config.intermediate_size, config.hidden_size, dtype)
-        self.down_proj = _Projection(config.hidden_size, config.intermediate_size, dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(gated_gelu(self.gate_up_proj(x)))
+        self.gate_up_proj = Projection(2 * config.intermediate_size, config.hidden_size, operators, dtype)
+        self.down_proj = Projection(config.hidden_size, config.intermediate_size, operators, dtype)
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, operators: Operators, dtype: torch.dtype) -> None:
         super().__init__()
-        self.self_attn = _Attention(config, layer, dtype)
-        self.mlp = _MLP(config, dtype)
-        self.input_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
-        self.pre_feedforward_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
-        self.post_feedforward_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        attention: LayerAttention,
-        output_rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        attended = self.self_attn(self.input_layernorm(x), rotary, attention, output_rows)
-        if output_rows is not None:
-            x = x[output_rows]
-        x = x + self.post_attention_layernorm(attended)
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        self.self_attn = _Attention(config, operators, dtype)
+        self.mlp = _MLP(config, operators, dtype)
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.pre_feedforward_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
 
 class Gemma3ForCausalLM(nn.Module):
     """Parameters start without memory (meta tensors); `load` gives them their tensors."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, operators: Operators) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
-        self.embed_tokens = _Projection(config.vocab_size, config.hidden_size, dtype)
+        self.operators = operators
+        self.embed_tokens = Projection(config.vocab_size, config.hidden_size, operators, dtype)
         self.ropes = [(layer.rope_theta, layer.rope_scale) for layer in config.layers]
-        self.layers = nn.ModuleList(_Layer(config, layer, dtype) for layer in range(config.num_layers))
-        self.norm = _Norm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if config.tie_word_embeddings else _Projection(config.vocab_size, config.hidden_size, dtype)
+        self._stack = [_Layer(config, operators, dtype) for _ in range(config.num_layers)]
+        self.layers = nn.ModuleList(self._stack)
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = (
+            None if config.tie_word_embeddings else Projection(config.vocab_size, config.hidden_size, operators, dtype)
+        )
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
@@ -147,20 +95,32 @@ class Gemma3ForCausalLM(nn.Module):
 
         Returns [S, hidden_size]. In the last layer the other tokens get their K and V and no more.
         """
-        x = self.embed_tokens.weight[token_ids]
-        x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)
-        tables = {
+        operators = self.operators
+        ropes = {
             rope: rotary_tables(positions, self.config.head_dim, rope[0], rope[1], self.dtype)
             for rope in set(self.ropes)
         }
-        last = len(self.ropes) - 1
-        for index, (layer, rope) in enumerate(zip(self.layers, self.ropes, strict=True)):
-            x = layer(x, tables[rope], attention, output_rows if index == last else None)
-        return self.norm(x)
+        x = operators.embed(self.embed_tokens, token_ids, self.config.hidden_size**0.5)
+        normed = operators.norm(x, self._stack[0].input_layernorm)
+        last = len(self._stack) - 1
+        for index, (layer, rope) in enumerate(zip(self._stack, self.ropes, strict=True)):
+            attn, mlp = layer.self_attn, layer.mlp
+            wanted = output_rows if index == last else None
+            attended = operators.attend(
+                attention, index, attn.qkv_proj, normed, attn.heads, (attn.q_norm, attn.k_norm), ropes[rope], wanted
+            )
+            if wanted is not None:
+                x = x[wanted]
+            attended = operators.linear(attn.o_proj, attended)
+            x, normed = operators.add_norm(x, attended, layer.post_attention_layernorm, layer.pre_feedforward_layernorm)
+            gated = operators.gated_gelu(operators.linear(mlp.gate_up_proj, normed))
+            following = self.norm if index == last else self._stack[index + 1].input_layernorm
+            x, normed = operators.add_norm(
+                x, operators.linear(mlp.down_proj, gated), layer.post_feedforward_layernorm, following
+            )
+        return normed
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, hidden_size] -> float32 [S, vocab_size] (may be a transposed view)."""
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | HeadScores:
+        """hidden [S, hidden_size] -> float32 [S, vocab_size] (may be a transposed view), or what computes parts."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        logits = head(hidden).float()
-        cap = self.config.final_logit_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return self.operators.head(head, hidden, self.config.final_logit_softcap)

@@ -1,0 +1,124 @@
+"""What models are made of: weights, and the operations on them that have a torch and a native form.
+
+A model is written once, against `Operators`. The operations are as coarse as the native kernels are: what is fused
+there is one method here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin, see layers.rotary_tables
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Columns of Q, K and V in a fused projection."""
+        return [self.num_heads * self.head_dim, *[self.num_kv_heads * self.head_dim] * 2]
+
+
+class Norm(nn.Module):
+    """An RMS norm's multiplier, float32 [width]."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32, device="meta"), requires_grad=False)
+        self.eps = eps
+
+
+class Projection(nn.Module):
+    """A linear layer's weight; its parameter has the shape that `Operators.weight_shape` gives."""
+
+    def __init__(self, num_out: int, num_in: int, operators: Operators, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_out = num_out
+        self.num_in = num_in
+        shape = operators.weight_shape(num_out, num_in)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
+class HeadScores(Protocol):
+    """The next token's logits, of which only what is asked for is computed."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [len(rows), vocab] of the given rows (int64); may be a transposed view."""
+        ...
+
+    def largest(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids int64 [n], logits float32 [n]): each row's largest logit, the lowest id among equals."""
+        ...
+
+    def top(self, rows: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids int64 [n, num_top], logits float32 [n, num_top]): largest first, the lowest id among equals."""
+        ...
+
+
+class LayerAttention(Protocol):
+    """Attention of one step, all layers: writes K and V to the cache, returns what each query sees."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim]."""
+        ...
+
+
+class Operators(Protocol):
+    """x is [T, width]; everything returns tensors of the model's dtype unless said otherwise."""
+
+    name: str
+    panels: bool  # whether weights lie in panels of 16 rows, [ceil(out / 16), in, 16]
+
+    def weight_shape(self, num_out: int, num_in: int) -> tuple[int, ...]: ...
+
+    def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
+        """Rows of the table, times `scale`: a new tensor [T, num_in]."""
+        ...
+
+    def linear(self, weight: Projection, x: torch.Tensor) -> torch.Tensor: ...
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor: ...
+
+    def add_norm(
+        self, x: torch.Tensor, y: torch.Tensor, post: Norm, following: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x + post(y), following(x + post(y))). x may be overwritten."""
+        ...
+
+    def gated_gelu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[T, 2 * width], gate first -> gelu_tanh(gate) * up."""
+        ...
+
+    def attend(
+        self,
+        attention: LayerAttention,
+        layer: int,
+        projection: Projection,
+        x: torch.Tensor,
+        heads: HeadShape,
+        norms: tuple[Norm, Norm],
+        rotary: Rotary,
+        output_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The attention of one layer on x, from its fused QKV projection to before its output projection.
+
+        norms: of each Q and K head. output_rows: int64 [S]; only these rows are wanted, the others give K and V and
+        no more; None: all. Returns [T or S, num_heads * head_dim].
+        """
+        ...
+
+    def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> torch.Tensor | HeadScores:
+        """Logits of hidden [S, width] against the rows of `weight`: float32 [S, num_out] (may be a transposed view), or
+        what computes as much of them as is asked for."""
+        ...
