@@ -64,10 +64,13 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     max_model_len = _check_max_model_len(config, model_config)
     dtype = _choose_dtype(config.dtype, model_config, device)
     backend = choose_backend(config.attention_backend, device)
-    model = Gemma3ForCausalLM(model_config, dtype, TorchOperators())
+    operators = TorchOperators()
+    model = Gemma3ForCausalLM(model_config, dtype, operators)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="lamella-tokenizer") as pool:
         tokenizer_loading = pool.submit(load_tokenizer, tokenizer_source, cache_dir)
-        weights = load_weights(source, model_config, model.expected_shapes(), dtype=dtype, cache_dir=cache_dir)
+        weights = load_weights(
+            source, model_config, model.expected_shapes(), dtype=dtype, form=operators.weight_form, cache_dir=cache_dir
+        )
         tokenizer = tokenizer_loading.result()
     model.load({name: tensor.to(device) for name, tensor in weights.items()})
 

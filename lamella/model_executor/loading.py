@@ -19,7 +19,7 @@ from lamella.errors import ConfigError
 from lamella.model_executor.cache_folder import default_cache_dir
 from lamella.model_executor.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
 from lamella.model_executor.config_parsing import parse_config, read_json
-from lamella.model_executor.dummy_weights import dummy_weights
+from lamella.model_executor.dummy_weights import dummy_pieces
 from lamella.model_executor.gguf_config import parse_gguf_config
 from lamella.model_executor.gguf_files import read_gguf_header
 from lamella.model_executor.model_config import ModelConfig
@@ -27,7 +27,8 @@ from lamella.model_executor.model_source import ModelSource, resolve_model
 from lamella.model_executor.safetensors_files import DTYPES
 from lamella.model_executor.tokenizer import Tokenizer, load_tokenizer
 from lamella.model_executor.weight_cache import read_weight_entry, weight_entry_path, write_weight_entry
-from lamella.model_executor.weight_conversion import convert_in_memory, plan_parameters
+from lamella.model_executor.weight_conversion import converted_pieces, plan_parameters
+from lamella.model_executor.weight_forms import RowMajor, WeightForm, formed_in_memory, stored_tensors
 
 __all__ = [
     "ModelSource",
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 # Converting less than this is as quick as mapping a copy of it, and copies take disk space.
 MIN_CACHED_BYTES = 64 << 20
+ROW_MAJOR = RowMajor()
 
 
 def load_config(source: ModelSource) -> ModelConfig:
@@ -79,11 +81,12 @@ def load_weights(
     expected_shapes: dict[str, tuple[int, ...]],
     *,
     dtype: torch.dtype,
+    form: WeightForm = ROW_MAJOR,
     cache_dir: Path | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The model's parameters by name: norms as float32 multipliers, everything else in `dtype`.
+    """The model's parameters by name: norms as float32 multipliers, everything else in `dtype` and `form`.
 
-    expected_shapes: name -> shape of each parameter, as the model's state dict has them.
+    expected_shapes: name -> shape of each parameter, weights as [num_out, num_in].
     cache_dir: where a converted copy is kept (default: `default_cache_dir()`); a copy that is missing, stale or
     damaged is made anew, and a folder that cannot be written only costs a warning. The tensors may be views of a
     private memory map of a file: they can be written to, but the file must not be cut short meanwhile.
@@ -93,29 +96,33 @@ def load_weights(
     if dtype not in DTYPES.values():
         raise ConfigError(f"dtype={dtype} cannot be computed with; use torch.float32, torch.float16 or torch.bfloat16")
     if source.kind == "dummy":
-        return dummy_weights(expected_shapes, dtype)
-    entry = _weight_entry(source, dtype, cache_dir or default_cache_dir())
-    if entry is not None and (weights := read_weight_entry(entry, expected_shapes, dtype)) is not None:
-        return weights
+        stored = stored_tensors(expected_shapes, dtype, form)
+        return formed_in_memory(dummy_pieces(expected_shapes, dtype), stored, form)
+    entry = _weight_entry(source, dtype, form, cache_dir or default_cache_dir())
+    if entry is not None:
+        weights = read_weight_entry(entry, stored_tensors(expected_shapes, dtype, form))
+        if weights is not None:
+            return weights
     checkpoint: Checkpoint
     checkpoint = GgufCheckpoint(source.paths[0]) if source.kind == "gguf" else SafetensorsCheckpoint(source.paths)
     plans = plan_parameters(checkpoint, config, expected_shapes, dtype)
+    stored = stored_tensors({plan.name: plan.shape for plan in plans}, dtype, form)
     if entry is not None:
         try:
-            write_weight_entry(entry, checkpoint, plans)
+            write_weight_entry(entry, checkpoint, plans, stored, form)
             logger.info("converted weights written to %s", entry)
         except OSError as error:
             logger.warning("converted weights cannot be kept at %s (%s): each load will convert again", entry, error)
         else:
-            if (weights := read_weight_entry(entry, expected_shapes, dtype)) is not None:
+            if (weights := read_weight_entry(entry, stored)) is not None:
                 return weights
-    return convert_in_memory(checkpoint, plans)
+    return formed_in_memory(converted_pieces(checkpoint, plans), stored, form)
 
 
-def _weight_entry(source: ModelSource, dtype: torch.dtype, cache_dir: Path) -> Path | None:
+def _weight_entry(source: ModelSource, dtype: torch.dtype, form: WeightForm, cache_dir: Path) -> Path | None:
     try:
         if sum(path.stat().st_size for path in source.paths) < MIN_CACHED_BYTES:
             return None
-        return weight_entry_path(cache_dir, source.paths, dtype)
+        return weight_entry_path(cache_dir, source.paths, dtype, form)
     except OSError:
         return None  # the checkpoint's own reader says what is wrong with the files

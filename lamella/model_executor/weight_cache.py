@@ -15,23 +15,22 @@ from lamella.errors import ModelLoadError
 from lamella.model_executor.cache_folder import entry_path, written_entry
 from lamella.model_executor.checkpoint import Checkpoint
 from lamella.model_executor.safetensors_files import DTYPES, read_safetensors_header, write_safetensors_header
-from lamella.model_executor.weight_conversion import ParameterPlan, converted_pieces, parameter_dtype
+from lamella.model_executor.weight_conversion import ParameterPlan, converted_pieces
+from lamella.model_executor.weight_forms import StoredTensor, WeightForm, formed_pieces
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
-def weight_entry_path(cache_dir: Path, files: Sequence[Path], dtype: torch.dtype) -> Path:
+def weight_entry_path(cache_dir: Path, files: Sequence[Path], dtype: torch.dtype, form: WeightForm) -> Path:
     """Where the converted weights of `files`, as they are now, lie or would lie."""
-    kind = f"weights-{str(dtype).removeprefix('torch.')}"
+    kind = f"weights-{str(dtype).removeprefix('torch.')}-{form.name}"
     return entry_path(cache_dir, files, kind=kind, format_version=FORMAT_VERSION, suffix=".safetensors")
 
 
-def read_weight_entry(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-) -> dict[str, torch.Tensor] | None:
-    """The parameters in `shapes`, mapped from `path`; None when there is no such file or it is damaged."""
+def read_weight_entry(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor] | None:
+    """The tensors in `stored`, mapped from `path`; None when there is no such file or it is damaged."""
     if not path.is_file():
         return None
     try:
@@ -40,7 +39,7 @@ def read_weight_entry(
         logger.info("converted weights are damaged and will be made anew: %s", error)
         return None
     found = {name: (entry.shape, DTYPES.get(entry.dtype_name)) for name, entry in entries.items()}
-    if found != {name: (tuple(shape), parameter_dtype(name, dtype)) for name, shape in shapes.items()}:
+    if found != dict(stored):
         logger.info("converted weights at %s are for another shape of the model and will be made anew", path)
         return None
     try:
@@ -50,12 +49,21 @@ def read_weight_entry(
         return None
 
 
-def write_weight_entry(path: Path, checkpoint: Checkpoint, plans: Sequence[ParameterPlan]) -> None:
-    """Convert the parameters straight into a new file at `path`. Raises OSError when it cannot be written."""
+def write_weight_entry(
+    path: Path,
+    checkpoint: Checkpoint,
+    plans: Sequence[ParameterPlan],
+    stored: Mapping[str, StoredTensor],
+    form: WeightForm,
+) -> None:
+    """Convert the parameters straight into a new file at `path`: `stored`, in that order, which is the plans'.
+
+    Raises OSError when it cannot be written.
+    """
     with written_entry(path) as file:
-        write_safetensors_header(file, {plan.name: (plan.shape, plan.dtype) for plan in plans})
-        for piece in converted_pieces(checkpoint, plans):
-            file.write(piece.values.contiguous().view(torch.uint8).numpy().data)
+        write_safetensors_header(file, stored)
+        for _, part in formed_pieces(converted_pieces(checkpoint, plans), form):
+            file.write(part.contiguous().view(torch.uint8).numpy().data)
 
 
 def map_safetensors(path: Path) -> dict[str, torch.Tensor]:

@@ -151,12 +151,3 @@ def _mapped_in_order(function: Callable[[_In], _Out], items: Iterable[_In], *, n
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
-
-
-def convert_in_memory(checkpoint: Checkpoint, plans: Iterable[ParameterPlan]) -> dict[str, torch.Tensor]:
-    """The parameters as tensors of their own."""
-    plans = list(plans)
-    parameters = {plan.name: torch.empty(plan.shape, dtype=plan.dtype) for plan in plans}
-    for plan, row_start, values in converted_pieces(checkpoint, plans):
-        parameters[plan.name][row_start : row_start + len(values)] = values
-    return parameters

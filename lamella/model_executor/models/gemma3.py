@@ -68,7 +68,14 @@ class Gemma3ForCausalLM(nn.Module):
         )
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
+        """Name -> shape of each parameter, weights as [num_out, num_in] whatever form they are stored in."""
+        shapes = {}
+        for name, module in self.named_modules():
+            if isinstance(module, Projection):
+                shapes[f"{name}.weight"] = (module.num_out, module.num_in)
+            elif isinstance(module, Norm):
+                shapes[f"{name}.weight"] = tuple(module.weight.shape)
+        return shapes
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Take the tensors as they are, without a copy (they may be memory-mapped)."""

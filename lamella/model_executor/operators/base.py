@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from lamella.model_executor.weight_forms import WeightForm
+
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin, see layers.rotary_tables
 
 
@@ -37,14 +39,15 @@ class Norm(nn.Module):
 
 
 class Projection(nn.Module):
-    """A linear layer's weight; its parameter has the shape that `Operators.weight_shape` gives."""
+    """A linear layer's weight [num_out, num_in], stored in the form that the operators want."""
 
     def __init__(self, num_out: int, num_in: int, operators: Operators, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_out = num_out
         self.num_in = num_in
-        shape = operators.weight_shape(num_out, num_in)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+        for name, (shape, stored_dtype) in operators.weight_form.tensors((num_out, num_in), dtype).items():
+            empty = torch.empty(shape, dtype=stored_dtype, device="meta")
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
 
 class HeadScores(Protocol):
@@ -78,9 +81,9 @@ class Operators(Protocol):
     """x is [T, width]; everything returns tensors of the model's dtype unless said otherwise."""
 
     name: str
-    panels: bool  # whether weights lie in panels of 16 rows, [ceil(out / 16), in, 16]
 
-    def weight_shape(self, num_out: int, num_in: int) -> tuple[int, ...]: ...
+    @property
+    def weight_form(self) -> WeightForm: ...
 
     def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
         """Rows of the table, times `scale`: a new tensor [T, num_in]."""

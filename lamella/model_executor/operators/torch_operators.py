@@ -6,14 +6,12 @@ import torch
 
 from lamella.model_executor.layers import apply_rotary, gated_gelu, linear, rms_norm
 from lamella.model_executor.operators.base import HeadShape, LayerAttention, Norm, Projection, Rotary
+from lamella.model_executor.weight_forms import RowMajor
 
 
 class TorchOperators:
     name = "torch"
-    panels = False
-
-    def weight_shape(self, num_out: int, num_in: int) -> tuple[int, ...]:
-        return num_out, num_in
+    weight_form = RowMajor()
 
     def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
         x = table.weight[token_ids]

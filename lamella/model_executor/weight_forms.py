@@ -1,0 +1,130 @@
+"""How the weights of linear layers lie in memory and in the cache of converted weights.
+
+Each form stores a weight [num_out, num_in] as one or more tensors. They are made from rows as these are read, so a
+weight is never held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.nn import functional
+
+from lamella.model_executor.weight_conversion import Piece, is_norm
+
+PANEL = 16  # rows that are interleaved, a column of them side by side
+
+
+class StoredTensor(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WeightForm(Protocol):
+    @property
+    def name(self) -> str:
+        """Part of the cache entry's name."""
+        ...
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows are converted in multiples of so many."""
+        ...
+
+    def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
+        """What is stored for a weight of `shape` [num_out, num_in]: what its name ends in -> shape and dtype."""
+        ...
+
+    def convert(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The part of each tensor that stands for `rows` [n, num_in], n a multiple of row_multiple; parts follow each
+        other along the first dimension."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowMajor:
+    """As checkpoints have it: [num_out, num_in]."""
+
+    name: str = "rows"
+    row_multiple: int = 1
+
+    def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
+        return {"weight": StoredTensor(shape, dtype)}
+
+    def convert(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"weight": rows}
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """Panels of 16 rows, [ceil(num_out / 16), num_in, 16], the last padded with zeros: what the native kernels read
+    from the first byte to the last."""
+
+    name: str = "panels"
+    row_multiple: int = PANEL
+
+    def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
+        num_out, num_in = shape
+        return {"weight": StoredTensor((-(-num_out // PANEL), num_in, PANEL), dtype)}
+
+    def convert(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"weight": rows.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()}
+
+
+def stored_tensors(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, form: WeightForm
+) -> dict[str, StoredTensor]:
+    """Every tensor that the parameters in `shapes` are stored as, in the order of `shapes`."""
+    stored: dict[str, StoredTensor] = {}
+    for name, shape in shapes.items():
+        if is_norm(name):
+            stored[name] = StoredTensor(tuple(shape), torch.float32)
+            continue
+        base = name.removesuffix("weight")
+        stored.update({base + ending: tensor for ending, tensor in form.tensors(tuple(shape), dtype).items()})
+    return stored
+
+
+def formed_pieces(pieces: Iterable[Piece], form: WeightForm) -> Iterator[tuple[str, torch.Tensor]]:
+    """(stored tensor's name, its next part) of parameters whose pieces come in order, parameter by parameter.
+
+    The tensors of one parameter follow each other whole, in the order of `WeightForm.tensors`.
+    """
+    left: torch.Tensor | None = None  # rows that do not make a panel yet
+    later: list[tuple[str, torch.Tensor]] = []  # parts of a parameter's second tensor and further ones
+    for plan, row_start, values in pieces:
+        if is_norm(plan.name):
+            yield plan.name, values
+            continue
+        is_last = row_start + len(values) == plan.shape[0]
+        if left is not None:
+            values = torch.cat((left, values))
+        if is_last:
+            values = functional.pad(values, (0, 0, 0, -len(values) % form.row_multiple))
+        num_whole = len(values) // form.row_multiple * form.row_multiple
+        left = values[num_whole:].clone() if num_whole < len(values) else None
+        if num_whole:
+            (ending, part), *others = form.convert(values[:num_whole]).items()
+            base = plan.name.removesuffix("weight")
+            yield base + ending, part
+            later += [(base + other, other_part) for other, other_part in others]
+        if is_last:
+            later.sort(key=lambda one: one[0])  # stable: parts stay in order
+            yield from later
+            later.clear()
+
+
+def formed_in_memory(
+    pieces: Iterable[Piece], stored: Mapping[str, StoredTensor], form: WeightForm
+) -> dict[str, torch.Tensor]:
+    """The tensors in `stored`, with memory of their own."""
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored.items()}
+    filled = dict.fromkeys(stored, 0)
+    for name, part in formed_pieces(pieces, form):
+        start = filled[name]
+        tensors[name][start : start + len(part)] = part
+        filled[name] = start + len(part)
+    return tensors
