@@ -69,7 +69,7 @@ class Gemma3ForCausalLM(nn.Module):
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of each parameter, weights as [num_out, num_in] whatever form they are stored in."""
-        shapes = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for name, module in self.named_modules():
             if isinstance(module, Projection):
                 shapes[f"{name}.weight"] = (module.num_out, module.num_in)
