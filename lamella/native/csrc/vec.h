@@ -30,6 +30,15 @@ LAMELLA_INLINE Vec load(const float* from) {
 
 LAMELLA_INLINE void store(float* to, Vec vec) { std::memcpy(to, &vec, sizeof vec); }
 
+// The end of a row: `count` values and zeros.
+LAMELLA_INLINE Vec load_part(const float* from, int64_t count) {
+    Vec vec = {};
+    std::memcpy(&vec, from, size_t(count) * sizeof(float));
+    return vec;
+}
+
+LAMELLA_INLINE void store_part(float* to, Vec vec, int64_t count) { std::memcpy(to, &vec, size_t(count) * sizeof(float)); }
+
 LAMELLA_INLINE Vec broadcast(float value) { return value - Vec{}; }
 
 // One rounding: -ffp-contract=fast makes this an FMA instruction on every target that is built.
@@ -52,6 +61,14 @@ LAMELLA_INLINE float max_lanes(Vec vec) {
     float most = lanes[0];
     for (int lane = 1; lane < VEC_LANES; lane++) most = lanes[lane] > most ? lanes[lane] : most;
     return most;
+}
+
+// Whether a comparison holds in any lane.
+LAMELLA_INLINE bool any_lane(IntVec mask) {
+    int32_t lanes[VEC_LANES], any = 0;
+    std::memcpy(lanes, &mask, sizeof mask);
+    for (int lane = 0; lane < VEC_LANES; lane++) any |= lanes[lane];
+    return any != 0;
 }
 
 // e^x to about 2 ulp; 0 below -87.3 (so e^-inf is exactly 0), clamped at 88. x = n ln 2 + r, |r| <= ln 2 / 2; e^r by a

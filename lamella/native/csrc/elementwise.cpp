@@ -1,0 +1,135 @@
+// Norms and activations: one pass over rows that are in the cache anyway. A row's sums have one order, whatever the
+// number of rows.
+#include <algorithm>
+#include <cmath>
+
+#include "vec.h"
+
+namespace {
+
+constexpr int64_t PARALLEL_FLOATS = 16384;  // below, waking a thread takes longer than the work
+
+// visit(start, count) for each vector of a row; the last may be shorter than VEC_LANES.
+template <class Visit>
+LAMELLA_INLINE void for_each_vec(int64_t width, Visit visit) {
+    int64_t start = 0;
+    for (; start + VEC_LANES <= width; start += VEC_LANES) visit(start, VEC_LANES);
+    if (start < width) visit(start, int(width - start));
+}
+
+LAMELLA_INLINE Vec get(const float* from, int count) { return count == VEC_LANES ? load(from) : load_part(from, count); }
+
+LAMELLA_INLINE void put(float* to, Vec vec, int count) {
+    count == VEC_LANES ? store(to, vec) : store_part(to, vec, count);
+}
+
+Vec inverse_rms(const float* row, int64_t width, float eps) {
+    constexpr int CHAINS = 4;
+    Vec sums[CHAINS] = {};
+    int64_t start = 0;
+    for (; start + CHAINS * VEC_LANES <= width; start += CHAINS * VEC_LANES)
+        for (int chain = 0; chain < CHAINS; chain++) {
+            const Vec value = load(row + start + chain * VEC_LANES);
+            sums[chain] = fma(value, value, sums[chain]);
+        }
+    for_each_vec(width - start, [&](int64_t rest, int count) {
+        const Vec value = get(row + start + rest, count);
+        sums[0] = fma(value, value, sums[0]);
+    });
+    const float sum = sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    return broadcast(1.0f / std::sqrt(sum / float(width) + eps));
+}
+
+Vec sigmoid(Vec x) { return broadcast(1.0f) / (broadcast(1.0f) + exponential(-x)); }
+
+struct Silu {
+    static Vec apply(Vec x) { return x * sigmoid(x); }
+};
+
+// 0.5 x (1 + tanh(z)) with z = sqrt(2 / pi) (x + 0.044715 x^3), which is x sigmoid(2 z).
+struct GeluTanh {
+    static Vec apply(Vec x) {
+        const Vec cubed = x * x * x;
+        return x * sigmoid(broadcast(1.5957691216f) * fma(broadcast(0.044715f), cubed, x));
+    }
+};
+
+// Near 0 a polynomial (Cephes, tanhf), for 1 - 2 / (e^2x + 1) would cancel there.
+Vec hyperbolic_tangent(Vec x) {
+    const Vec square = x * x;
+    Vec p = broadcast(-5.70498872745e-3f);
+    p = fma(p, square, broadcast(2.06390887954e-2f));
+    p = fma(p, square, broadcast(-5.37397155531e-2f));
+    p = fma(p, square, broadcast(1.33314422036e-1f));
+    p = fma(p, square, broadcast(-3.33332819422e-1f));
+    const Vec near = fma(p * square, x, x);
+    const Vec size = maximum(x, -x);
+    const Vec rest = broadcast(2.0f) / (exponential(size + size) + broadcast(1.0f));
+    const Vec far = x < Vec{} ? rest - broadcast(1.0f) : broadcast(1.0f) - rest;
+    return size > broadcast(0.625f) ? far : near;  // NaN is not larger, and stays NaN
+}
+
+template <class Activation>
+void gated(const float* gate_up, int64_t step, int64_t num_rows, int64_t width, float* out) {
+#pragma omp parallel for schedule(static) if (num_rows * width > PARALLEL_FLOATS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float* gate = gate_up + row * step;
+        const float* up = gate + width;
+        float* to = out + row * width;
+        for_each_vec(width, [&](int64_t start, int count) {
+            put(to + start, Activation::apply(get(gate + start, count)) * get(up + start, count), count);
+        });
+    }
+}
+
+}  // namespace
+
+// x[num_rows, width] += rms_norm(y) * post_weight, or += y without post_weight, or nothing without y; then
+// out = rms_norm(x) * next_weight.
+LAMELLA_EXPORT void lamella_add_norm(float* x, int64_t x_step, const float* y, int64_t y_step,
+                                     const float* post_weight, const float* next_weight, float eps, int64_t num_rows,
+                                     int64_t width, float* out) {
+#pragma omp parallel for schedule(static) if (num_rows * width > PARALLEL_FLOATS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        float* const sum = x + row * x_step;
+        const float* const added = y + row * y_step;
+        if (y && post_weight) {
+            const Vec scale = inverse_rms(added, width, eps);
+            for_each_vec(width, [&](int64_t start, int count) {
+                const Vec normed = get(added + start, count) * scale;
+                put(sum + start, fma(normed, get(post_weight + start, count), get(sum + start, count)), count);
+            });
+        } else if (y) {
+            for_each_vec(width, [&](int64_t start, int count) {
+                put(sum + start, get(sum + start, count) + get(added + start, count), count);
+            });
+        }
+        const Vec scale = inverse_rms(sum, width, eps);
+        float* const to = out + row * width;
+        for_each_vec(width, [&](int64_t start, int count) {
+            put(to + start, get(sum + start, count) * scale * get(next_weight + start, count), count);
+        });
+    }
+}
+
+// out[num_rows, width] = silu(gate) * up for rows of gate_up [gate | up].
+LAMELLA_EXPORT void lamella_gated_silu(const float* gate_up, int64_t step, int64_t num_rows, int64_t width,
+                                       float* out) {
+    gated<Silu>(gate_up, step, num_rows, width, out);
+}
+
+LAMELLA_EXPORT void lamella_gated_gelu_tanh(const float* gate_up, int64_t step, int64_t num_rows, int64_t width,
+                                            float* out) {
+    gated<GeluTanh>(gate_up, step, num_rows, width, out);
+}
+
+// x = cap * tanh(x / cap)
+LAMELLA_EXPORT void lamella_softcap(float* x, int64_t num_floats, float cap) {
+    constexpr int64_t BLOCK = 4096;
+#pragma omp parallel for schedule(static) if (num_floats > PARALLEL_FLOATS)
+    for (int64_t begin = 0; begin < num_floats; begin += BLOCK)
+        for_each_vec(std::min(BLOCK, num_floats - begin), [&](int64_t start, int count) {
+            float* const at = x + begin + start;
+            put(at, broadcast(cap) * hyperbolic_tangent(get(at, count) / broadcast(cap)), count);
+        });
+}

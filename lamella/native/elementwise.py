@@ -1,0 +1,89 @@
+"""Norms and activations in float32 on the CPU, each one pass where torch takes several.
+
+A row's result does not depend on the rows that come with it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamella.errors import InvariantError
+from lamella.native.arguments import check_contiguous, check_rows, check_vector, require_library
+from lamella.native.library import Float, Int, Pointer
+
+ACTIVATIONS = ("gelu_tanh", "silu")
+
+
+class _Kernels(NamedTuple):
+    add_norm: Any
+    gated: dict[str, Any]
+    softcap: Any
+
+
+@functools.cache
+def _kernels() -> _Kernels:
+    function = require_library().function
+    return _Kernels(
+        add_norm=function(
+            "add_norm", Pointer, Int, Pointer, Int, Pointer, Pointer, Float, Int, Int, Pointer
+        ),
+        gated={kind: function(f"gated_{kind}", Pointer, Int, Int, Int, Pointer) for kind in ACTIVATIONS},
+        softcap=function("softcap", Pointer, Int, Float),
+    )  # fmt: skip
+
+
+def add_norm(x: Tensor, y: Tensor | None, post_weight: Tensor | None, next_weight: Tensor, eps: float) -> Tensor:
+    """Take a sublayer's output into the residual stream and norm that for the next: `x` [T, D] changes in place.
+
+    x += rms_norm(y) * post_weight, or += y without `post_weight`, or stays without `y`.
+    Returns rms_norm(x) * next_weight [T, D]. Weights are what is multiplied with (Gemma's are stored as weight - 1).
+    """
+    if x.dim() != 2:
+        raise InvariantError(f"x has shape {list(x.shape)}; it must be [tokens, width]")
+    num_rows, width = x.shape
+    check_rows("x", x, width)
+    check_vector("next_weight", next_weight, width)
+    if y is not None:
+        check_rows("y", y, width)
+        if y.shape[0] != num_rows:
+            raise InvariantError(f"y has {y.shape[0]} rows; x has {num_rows}")
+    if post_weight is not None:
+        if y is None:
+            raise InvariantError("post_weight is given without y; it is y that it norms")
+        check_vector("post_weight", post_weight, width)
+    out = torch.empty(num_rows, width)
+    _kernels().add_norm(
+        x.data_ptr(), x.stride(0), None if y is None else y.data_ptr(), 0 if y is None else y.stride(0),
+        None if post_weight is None else post_weight.data_ptr(), next_weight.data_ptr(), eps, num_rows, width,
+        out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
+    """activation(gate) * up for `gate_up` [T, 2 F], each row gate [F] then up [F] -> [T, F]. `kind`: ACTIVATIONS."""
+    kernel = _kernels().gated.get(kind)
+    if kernel is None:
+        raise InvariantError(f"kind={kind!r} is not an activation; choose one of {', '.join(ACTIVATIONS)}")
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise InvariantError(f"gate_up has shape {list(gate_up.shape)}; it must be [tokens, an even width]")
+    num_rows, width = gate_up.shape
+    check_rows("gate_up", gate_up, width)
+    out = torch.empty(num_rows, width // 2)
+    kernel(gate_up.data_ptr(), gate_up.stride(0), num_rows, width // 2, out.data_ptr())
+    return out
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """x = cap * tanh(x / cap) in place, for contiguous float32 `x` of any shape; returns `x`."""
+    if x.dtype is not torch.float32:
+        raise InvariantError(f"x has dtype {x.dtype}; the native kernels take torch.float32")
+    check_contiguous("x", x)
+    if not cap > 0:
+        raise InvariantError(f"cap={cap} is not a bound; it must be above 0")
+    _kernels().softcap(x.data_ptr(), x.numel(), cap)
+    return x
