@@ -13,15 +13,18 @@ LAMELLA_EXPORT double lamella_peak_gflops(int64_t num_iterations) {
 #pragma omp single
         num_threads = omp_get_num_threads();
         Vec chains[CHAINS];
-        for (int chain = 0; chain < CHAINS; chain++) chains[chain] = broadcast(float(chain));
+#pragma GCC unroll 12  // every loop over the chains: one that is left makes them live in memory
+        for (int chain = 0; chain < CHAINS; chain++) chains[chain] = broadcast(1.5f + float(chain));
         const Vec factor = broadcast(0.999f), term = broadcast(1e-3f);
         for (int64_t iteration = 0; iteration < num_iterations; iteration++) {
 #pragma GCC unroll 12
             for (int chain = 0; chain < CHAINS; chain++) chains[chain] = fma(chains[chain], factor, term);
             asm volatile("" ::: "memory");
         }
-        volatile float sink = 0;
-        for (int chain = 0; chain < CHAINS; chain++) sink = sink + sum_lanes(chains[chain]);
+        float sum = 0;
+#pragma GCC unroll 12
+        for (int chain = 0; chain < CHAINS; chain++) sum += sum_lanes(chains[chain]);
+        asm volatile("" : : "m"(sum));  // it is used, as far as the compiler can tell
     }
     const double seconds = omp_get_wtime() - start;
     return double(num_iterations) * CHAINS * VEC_LANES * 2 * num_threads / seconds / 1e9;
