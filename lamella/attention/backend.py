@@ -32,9 +32,10 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's view of the arena. `keys[page_id]` is that page's K.
+    """One layer's view of the arena. `keys[page_id]` is that page's K, in the order of its tokens.
 
-    Page ids count units, so a page wider than one unit overlaps the rows of the ids it spans; only
+    Where a backend lays a page out in panels, `keys[page_ids].reshape(-1, num_kv_heads, k_dim)` gives the tokens of
+    pages, as it does for the plain layout. Page ids count units, so a page wider than one unit overlaps the rows of the ids it spans; only
     ids that the block manager handed out are ever used.
     """
 
@@ -91,7 +92,10 @@ class AttentionBackend(Protocol):
         out: torch.Tensor,
     ) -> None:
         """Attend for the other requests, over prior context and new tokens alike: query
-        [T - num_decodes, num_heads, k_dim] into out [T - num_decodes, num_heads, v_dim]."""
+        [T - num_decodes, num_heads, k_dim] into out [T - num_decodes, num_heads, v_dim].
+
+        A backend may also have `attend_all`, with the same arguments: decode and prefill in one call, query
+        [T, num_heads, k_dim] into out [T, num_heads, v_dim]."""
         ...
 
 
@@ -134,6 +138,10 @@ def attend(
     if key is not None and value is not None:
         backend.write_kv(cache, key, value, metadata)
     out = query.new_empty(query.shape[0], params.num_heads, params.spec.v_dim)
+    attend_all = getattr(backend, "attend_all", None)
+    if attend_all is not None:
+        attend_all(params, cache, query, metadata, out)
+        return out
     num_decodes = metadata.num_decodes
     if num_decodes:
         backend.decode(params, cache, query[:num_decodes], metadata, out[:num_decodes])
@@ -142,20 +150,46 @@ def attend(
     return out
 
 
-BACKEND_NAMES = ("auto", "torch", "reference")
+BACKEND_NAMES = ("auto", "native", "torch", "reference")
 
 
 def choose_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend called `name`, or for "auto" the fastest that runs on `device`; says what it picked."""
+    """The backend called `name`, or for "auto" the fastest that runs on `device`; says what it picked.
+
+    Raises ConfigError for a name that is not known, and for "native" where there are no kernels for the processor.
+    """
     if name not in BACKEND_NAMES:
         raise ConfigError(f"attention_backend={name!r} is not known; choose one of {', '.join(BACKEND_NAMES)}")
+    backend: AttentionBackend
     if name == "reference":
         from lamella.attention.reference import ReferenceBackend
 
-        backend: AttentionBackend = ReferenceBackend()
+        backend, reason = ReferenceBackend(), "asked for"
+    elif name == "torch":
+        backend, reason = _torch_backend(), "asked for"
+    elif device.type != "cpu":
+        if name == "native":
+            raise ConfigError(f"attention_backend='native' runs on the CPU, not on {device}; choose 'torch' or 'auto'")
+        backend, reason = _torch_backend(), f"for {device}"
     else:
-        from lamella.attention.torch_backend import TorchBackend
+        from lamella.attention.native_backend import NativeBackend
+        from lamella.native.attention import attention_kernels
 
-        backend = TorchBackend()
-    logger.info("attention backend: %s (asked for %r on %s)", backend.name, name, device)
+        kernels = attention_kernels()
+        if kernels is not None:
+            backend, reason = NativeBackend(kernels), f"kernels {kernels.path.name}"
+        elif name == "native":
+            raise ConfigError(
+                "attention_backend='native' has no kernels for this processor; install with a C++ compiler present, "
+                "without LAMELLA_NATIVE=0, or choose 'torch'"
+            )
+        else:
+            backend, reason = _torch_backend(), "there are no native kernels for this processor"
+    logger.info("attention backend: %s (asked for %r on %s; %s)", backend.name, name, device, reason)
     return backend
+
+
+def _torch_backend() -> AttentionBackend:
+    from lamella.attention.torch_backend import TorchBackend
+
+    return TorchBackend()

@@ -87,13 +87,15 @@ def make_case(
     num_null_columns: int = 0,
     num_unwritten_tokens: int = 0,
     seed: int = 0,
+    panels: bool = False,
 ) -> AttentionCase:
     """Requests with one new token must come first to be decoded as such; later ones are prefills.
 
     units_per_page: the group's page is that many units wide, so that ids between two page starts
     overlap pages, as they do where two groups share an arena. num_null_columns: table entries of -1
     below the first kept key (as far as there are blocks). num_unwritten_tokens: that many last rows are
-    given slot -1; what they would have stored is in the cache already.
+    given slot -1; what they would have stored is in the cache already. panels: pages laid out as the native backend
+    has them, else token by token.
     """
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -144,6 +146,11 @@ def make_case(
     # Written by plain byte offsets: independent of any backend's views.
     def store(page_id: int, offset: int, key: torch.Tensor, value: torch.Tensor) -> None:
         page = page_id * unit_bytes + offset_bytes
+        if panels:
+            floats = arena[page : page + layer_bytes].view(torch.float32)
+            floats[panel_indices(spec, page_tokens, offset, of_values=False)] = key
+            floats[panel_indices(spec, page_tokens, offset, of_values=True)] = value
+            return
         for tensor, begin in ((key, 0), (value, page_tokens * key.numel() * key.element_size())):
             data = tensor.contiguous().flatten().view(torch.uint8)
             at = page + begin + offset * data.numel()
@@ -199,6 +206,22 @@ def make_case(
         keys=tuple(keys),
         values=tuple(values),
     )
+
+
+def panel_indices(spec: KVCacheSpec, page_tokens: int, offset: int, *, of_values: bool) -> torch.Tensor:
+    """Where in a page of panels token `offset` has its K (or V): int64 [num_kv_heads, dim], in elements.
+
+    A page holds K, then V. In each, every head has its 16-token pieces one after the other. A piece of K is
+    [k_dim][16 tokens], a piece of V [v_dim / 16][16 tokens][16 columns].
+    """
+    piece, row = divmod(offset, 16)
+    head = torch.arange(spec.num_kv_heads)[:, None]
+    if not of_values:
+        dim = torch.arange(spec.k_dim)[None, :]
+        return head * page_tokens * spec.k_dim + piece * 16 * spec.k_dim + dim * 16 + row
+    dim = torch.arange(spec.v_dim)[None, :]
+    start = page_tokens * spec.num_kv_heads * spec.k_dim
+    return start + head * page_tokens * spec.v_dim + piece * 16 * spec.v_dim + dim // 16 * 256 + row * 16 + dim % 16
 
 
 def make_metadata(

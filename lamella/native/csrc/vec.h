@@ -71,12 +71,13 @@ LAMELLA_INLINE bool any_lane(IntVec mask) {
     return any != 0;
 }
 
-// e^x to about 2 ulp; 0 below -87.3 (so e^-inf is exactly 0), clamped at 88. x = n ln 2 + r, |r| <= ln 2 / 2; e^r by a
+// e^x to about 2 ulp; 0 below -87.3 (so e^-inf is exactly 0), clamped at 88, NaN for NaN (a comparison with NaN is
+// false: hence the order of the operands). x = n ln 2 + r, |r| <= ln 2 / 2; e^r by a
 // polynomial whose coefficients are the Taylor series', adjusted to the interval (Cephes, expf).
 LAMELLA_INLINE Vec exponential(Vec x) {
     const Vec lowest = broadcast(-87.3f);
-    const IntVec is_finite = x > lowest;
-    Vec clamped = minimum(maximum(x, lowest), broadcast(88.0f));
+    const IntVec is_zero = x <= lowest;
+    Vec clamped = minimum(broadcast(88.0f), maximum(lowest, x));
     const Vec to_integer = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
     Vec n = fma(clamped, broadcast(1.44269504f), to_integer) - to_integer;
     Vec r = fma(n, broadcast(-0.693359375f), clamped);
@@ -94,7 +95,7 @@ LAMELLA_INLINE Vec exponential(Vec x) {
     Vec result = p * scale;
     IntVec bits;
     std::memcpy(&bits, &result, sizeof bits);
-    bits &= is_finite;
+    bits &= ~is_zero;
     std::memcpy(&result, &bits, sizeof result);
     return result;
 }

@@ -1,0 +1,215 @@
+"""Attention by the compiled CPU kernels: pages of panels, one kernel for decode and prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lamella.attention.backend import AttentionParams, LayerCache
+from lamella.attention.metadata import AttentionMetadata
+from lamella.errors import ConfigError, InvariantError
+from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from lamella.native.attention import AttentionKernels, Batch, Pages
+from lamella.native.library import PANEL
+
+TILE_ROWS = 96  # query heads of a KV head times queries: their sums and scores fit the second-level cache
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLayerCache(LayerCache):
+    """keys [num_ids, sub_pages, 16, num_kv_heads, k_dim] and values [num_ids, sub_pages, 16, num_kv_heads,
+    v_dim / 16, 16]: views in the order of tokens, so `keys[page_ids].reshape(-1, num_kv_heads, k_dim)` are the
+    tokens of pages."""
+
+    pages: Pages
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The tiles of one call, and the arrays whose addresses `batch` holds."""
+
+    batch: Batch
+    arrays: tuple[np.ndarray, ...]
+
+
+def native_supports(spec: KVCacheSpec, dtype: torch.dtype, page_tokens: int) -> str | None:
+    """Why the native backend can't keep such KV; None: it can."""
+    if dtype != torch.float32:
+        return f"KV is {dtype}, and the kernels read float32"
+    if page_tokens % PANEL:
+        return f"page_size={page_tokens} is no multiple of {PANEL}"
+    if spec.v_dim % PANEL or spec.k_dim % PANEL:
+        return f"heads of {spec.k_dim} (K) and {spec.v_dim} (V) are no multiples of {PANEL}"
+    if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)):
+        return f"the kernels do not know the visibility rule of {type(spec).__name__}"
+    return None
+
+
+class NativeBackend:
+    """Bit for bit the same result for a row whatever the batch, the chunk, the page size and the threads.
+
+    float32 on the CPU. A query costs the keys that it sees, rounded up to 16. What depends on the metadata alone is
+    kept in `metadata.derived` for the group's other layers.
+    """
+
+    name = "native"
+
+    def __init__(self, kernels: AttentionKernels) -> None:
+        self.kernels = kernels
+
+    def layer_cache(
+        self,
+        arena: torch.Tensor,
+        *,
+        spec: KVCacheSpec,
+        dtype: torch.dtype,
+        page_tokens: int,
+        unit_bytes: int,
+        offset_bytes: int,
+    ) -> NativeLayerCache:
+        """See AttentionBackend.layer_cache. Raises ConfigError for what `native_supports` gives a reason against."""
+        reason = native_supports(spec, dtype, page_tokens)
+        if reason is not None:
+            raise ConfigError(f"attention_backend='native' can't be used: {reason}; 'torch' would work")
+        elements = arena.view(dtype)
+        unit = unit_bytes // dtype.itemsize
+        start = offset_bytes // dtype.itemsize
+        heads, k_dim, v_dim = spec.num_kv_heads, spec.k_dim, spec.v_dim
+        sub_pages = page_tokens // PANEL
+        k_page = page_tokens * heads * k_dim
+        num_ids = (elements.numel() - start - k_page - page_tokens * heads * v_dim) // unit + 1
+        k_panel, v_panels = PANEL * k_dim, PANEL * v_dim
+        keys = elements.as_strided(
+            (num_ids, sub_pages, PANEL, heads, k_dim), (unit, k_panel, 1, sub_pages * k_panel, PANEL), start
+        )
+        values = elements.as_strided(
+            (num_ids, sub_pages, PANEL, heads, v_dim // PANEL, PANEL),
+            (unit, v_panels, PANEL, sub_pages * v_panels, PANEL * PANEL, 1),
+            start + k_page,
+        )
+        pages = Pages(keys.data_ptr(), values.data_ptr(), unit, page_tokens, heads, k_dim, v_dim)
+        return NativeLayerCache(keys, values, pages)
+
+    def write_kv(
+        self, cache: NativeLayerCache, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
+    ) -> None:
+        self.kernels.write_kv(cache.pages, key, value, metadata.slot_mapping)
+
+    def decode(
+        self,
+        params: AttentionParams,
+        cache: NativeLayerCache,
+        query: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        self._attend(params, cache, query, metadata, out, 0, metadata.num_decodes)
+
+    def prefill(
+        self,
+        params: AttentionParams,
+        cache: NativeLayerCache,
+        query: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        self._attend(params, cache, query, metadata, out, metadata.num_decodes, metadata.num_requests)
+
+    def attend_all(
+        self,
+        params: AttentionParams,
+        cache: NativeLayerCache,
+        query: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """Decode rows and prefill rows in one call: threads need not wait for each other in between."""
+        self._attend(params, cache, query, metadata, out, 0, metadata.num_requests)
+
+    def _attend(
+        self,
+        params: AttentionParams,
+        cache: NativeLayerCache,
+        query: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        start: int,
+        stop: int,
+    ) -> None:
+        spec = params.spec
+        plan_key = ("native", spec, params.num_heads, start, stop)
+        plan = metadata.derived.get(plan_key)
+        if plan is None:
+            plan = metadata.derived[plan_key] = make_plan(spec, params.num_heads, metadata, start, stop)
+        self.kernels.attend(
+            cache.pages,
+            plan.batch,
+            query.contiguous(),
+            out,
+            window_tokens=spec.window_tokens if isinstance(spec, SlidingWindowSpec) else 0,
+            chunk_tokens=spec.attention_chunk_tokens if isinstance(spec, ChunkedLocalAttentionSpec) else 0,
+            scale=params.scale,
+            softcap=params.softcap or 0.0,
+            sinks=params.sinks,
+        )
+
+
+def make_plan(spec: KVCacheSpec, num_heads: int, metadata: AttentionMetadata, start: int, stop: int) -> Plan:
+    """Tiles of requests [start, stop), the dearest first, so that no thread is left with a long one at the end.
+
+    Raises InvariantError where a block table lacks a page that a query sees.
+    """
+    query_start = np.ascontiguousarray(metadata.query_start_host, dtype=np.int64)
+    seq_lens = np.ascontiguousarray(metadata.seq_lens_host, dtype=np.int64)
+    first_keys = np.ascontiguousarray(metadata.first_keys_host, dtype=np.int64)
+    first_blocks = np.ascontiguousarray(metadata.first_blocks_host, dtype=np.int64)
+    block_tables = np.ascontiguousarray(metadata.block_tables_host, dtype=np.int64)
+
+    lengths = np.diff(query_start)[start:stop]
+    largest = int(lengths.max(initial=1))
+    tile_queries = min(max(1, TILE_ROWS // (num_heads // spec.num_kv_heads)), max(1, largest))
+    num_tiles = -(-lengths // tile_queries)
+    request = np.repeat(np.arange(start, stop), num_tiles)
+    first_query = (np.arange(len(request)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_queries
+    num_queries = np.minimum(tile_queries, lengths[request - start] - first_query)
+    position = seq_lens[request] - lengths[request - start] + first_query
+    lowest = np.maximum(spec.first_visible_each(position), first_keys[request])
+    _check_tables(metadata, request, lowest, position + num_queries - 1)
+    order = np.argsort(-num_queries * (position + num_queries - lowest), kind="stable")
+    tiles = np.ascontiguousarray(np.stack([request, first_query], axis=1)[order], dtype=np.int64)
+    batch = Batch(
+        block_tables.ctypes.data,
+        block_tables.shape[1],
+        query_start.ctypes.data,
+        seq_lens.ctypes.data,
+        first_blocks.ctypes.data,
+        first_keys.ctypes.data,
+        tiles.ctypes.data,
+        len(tiles),
+        tile_queries,
+        int(query_start[start]),
+    )
+    return Plan(batch, (block_tables, query_start, seq_lens, first_blocks, first_keys, tiles))
+
+
+def _check_tables(metadata: AttentionMetadata, request: np.ndarray, lowest: np.ndarray, highest: np.ndarray) -> None:
+    """Tile i reads the blocks of positions lowest[i] to highest[i] of request[i]: each must have a page."""
+    tables = metadata.block_tables_host
+    first = lowest // metadata.page_tokens - metadata.first_blocks_host[request]
+    last = highest // metadata.page_tokens - metadata.first_blocks_host[request]
+    # nulls[i, c]: how many of row i's first c columns are null
+    nulls = np.zeros((tables.shape[0], tables.shape[1] + 1), dtype=np.int64)
+    np.cumsum(tables < 0, axis=1, out=nulls[:, 1:])
+    outside = (first < 0) | (last >= tables.shape[1])
+    columns = nulls.shape[1] - 1
+    lacking = outside | (nulls[request, np.minimum(last + 1, columns)] != nulls[request, np.clip(first, 0, columns)])
+    if lacking.any():
+        at = int(np.flatnonzero(lacking)[0])
+        row = int(request[at])
+        raise InvariantError(
+            f"request {row} sees keys from position {lowest[at]} to {highest[at]}, and its table starts at block "
+            f"{metadata.first_blocks_host[row]} and holds {tables[row].tolist()}; a table must cover every block from "
+            "the first visible key on"
+        )
