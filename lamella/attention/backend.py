@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,8 +36,8 @@ class LayerCache:
     """One layer's view of the arena. `keys[page_id]` is that page's K, in the order of its tokens.
 
     Where a backend lays a page out in panels, `keys[page_ids].reshape(-1, num_kv_heads, k_dim)` gives the tokens of
-    pages, as it does for the plain layout. Page ids count units, so a page wider than one unit overlaps the rows of the ids it spans; only
-    ids that the block manager handed out are ever used.
+    pages, as it does for the plain layout. Page ids count units, so a page wider than one unit overlaps the rows of
+    the ids it spans; only ids that the block manager handed out are ever used.
     """
 
     keys: torch.Tensor  # [num_ids, page_tokens, num_kv_heads, k_dim], strided
@@ -153,10 +154,18 @@ def attend(
 BACKEND_NAMES = ("auto", "native", "torch", "reference")
 
 
-def choose_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend called `name`, or for "auto" the fastest that runs on `device`; says what it picked.
+def choose_backend(
+    name: str,
+    device: torch.device,
+    *,
+    specs: Sequence[KVCacheSpec] = (),
+    dtype: torch.dtype = torch.float32,
+    page_tokens: int = 16,
+) -> AttentionBackend:
+    """The backend called `name`, or for "auto" the fastest that runs on `device` and can keep KV of `specs` in `dtype`
+    and pages of `page_tokens`; the log says which and why.
 
-    Raises ConfigError for a name that is not known, and for "native" where there are no kernels for the processor.
+    Raises ConfigError for a name that is not known, and for "native" where it cannot be used.
     """
     if name not in BACKEND_NAMES:
         raise ConfigError(f"attention_backend={name!r} is not known; choose one of {', '.join(BACKEND_NAMES)}")
@@ -172,19 +181,23 @@ def choose_backend(name: str, device: torch.device) -> AttentionBackend:
             raise ConfigError(f"attention_backend='native' runs on the CPU, not on {device}; choose 'torch' or 'auto'")
         backend, reason = _torch_backend(), f"for {device}"
     else:
-        from lamella.attention.native_backend import NativeBackend
+        from lamella.attention.native_backend import NativeBackend, native_supports
         from lamella.native.attention import attention_kernels
 
         kernels = attention_kernels()
-        if kernels is not None:
+        problems = [native_supports(spec, dtype, page_tokens) for spec in specs]
+        problem = next(filter(None, problems), None)
+        if kernels is None:
+            problem = (
+                "there are no native kernels for this processor (they are compiled at installation, and "
+                "LAMELLA_NATIVE=0 switches them off)"
+            )
+        if kernels is not None and problem is None:
             backend, reason = NativeBackend(kernels), f"kernels {kernels.path.name}"
         elif name == "native":
-            raise ConfigError(
-                "attention_backend='native' has no kernels for this processor; install with a C++ compiler present, "
-                "without LAMELLA_NATIVE=0, or choose 'torch'"
-            )
+            raise ConfigError(f"attention_backend='native' cannot be used: {problem}; 'torch' and 'auto' work")
         else:
-            backend, reason = _torch_backend(), "there are no native kernels for this processor"
+            backend, reason = _torch_backend(), f"not native: {problem}"
     logger.info("attention backend: %s (asked for %r on %s; %s)", backend.name, name, device, reason)
     return backend
 

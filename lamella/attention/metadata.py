@@ -52,6 +52,31 @@ class AttentionMetadata:
     def num_requests(self) -> int:
         return len(self.seq_lens_host)
 
+    def last_tokens(self, requests: np.ndarray) -> AttentionMetadata:
+        """The same context seen by the last new token of each of `requests` (int64 [S]) alone: S decode requests that
+        write nothing. Made once."""
+        key = ("last_tokens", requests.tobytes())
+        found = self.derived.get(key)
+        if found is None:
+            rows = torch.from_numpy(requests).to(self.seq_lens.device)
+            query_start = np.arange(len(requests) + 1)
+            found = self.derived[key] = AttentionMetadata(
+                page_tokens=self.page_tokens,
+                num_decodes=len(requests),
+                query_start=torch.from_numpy(query_start).to(rows.device),
+                seq_lens=self.seq_lens[rows],
+                first_blocks=self.first_blocks[rows],
+                first_keys=self.first_keys[rows],
+                block_tables=self.block_tables[rows],
+                slot_mapping=torch.full_like(rows, -1),
+                query_start_host=query_start,
+                seq_lens_host=self.seq_lens_host[requests],
+                first_blocks_host=self.first_blocks_host[requests],
+                first_keys_host=self.first_keys_host[requests],
+                block_tables_host=self.block_tables_host[requests],
+            )
+        return found
+
     @property
     def num_tokens(self) -> int:
         return int(self.query_start_host[-1])

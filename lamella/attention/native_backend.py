@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,6 +24,22 @@ class NativeLayerCache(LayerCache):
     tokens of pages."""
 
     pages: Pages
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTransform:
+    """What turns projections into queries and keys: an RMS norm of each head (weights float32 [k_dim], or None for no
+    norm) and rotary embedding (cos and sin, float32 [T, 1, rotary_dim / 2]), token by token."""
+
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    eps: float
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def of_rows(self, rows: torch.Tensor) -> HeadTransform:
+        """The same for the tokens `rows` (int64 [S])."""
+        return replace(self, cos=self.cos[rows], sin=self.sin[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +108,13 @@ class NativeBackend:
         pages = Pages(keys.data_ptr(), values.data_ptr(), unit, page_tokens, heads, k_dim, v_dim)
         return NativeLayerCache(keys, values, pages)
 
-    def write_kv(
-        self, cache: NativeLayerCache, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
-    ) -> None:
-        self.kernels.write_kv(cache.pages, key, value, metadata.slot_mapping)
+    def write_kv(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> None:
+        self.kernels.write_kv(_pages(cache), key, value, metadata.slot_mapping)
 
     def decode(
         self,
         params: AttentionParams,
-        cache: NativeLayerCache,
+        cache: LayerCache,
         query: torch.Tensor,
         metadata: AttentionMetadata,
         out: torch.Tensor,
@@ -110,7 +124,7 @@ class NativeBackend:
     def prefill(
         self,
         params: AttentionParams,
-        cache: NativeLayerCache,
+        cache: LayerCache,
         query: torch.Tensor,
         metadata: AttentionMetadata,
         out: torch.Tensor,
@@ -120,7 +134,7 @@ class NativeBackend:
     def attend_all(
         self,
         params: AttentionParams,
-        cache: NativeLayerCache,
+        cache: LayerCache,
         query: torch.Tensor,
         metadata: AttentionMetadata,
         out: torch.Tensor,
@@ -128,10 +142,66 @@ class NativeBackend:
         """Decode rows and prefill rows in one call: threads need not wait for each other in between."""
         self._attend(params, cache, query, metadata, out, 0, metadata.num_requests)
 
+    def attend_qkv(
+        self,
+        params: AttentionParams,
+        cache: LayerCache,
+        qkv: torch.Tensor,
+        transform: HeadTransform,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """One layer from its fused projection, qkv [T, columns] -> [T, num_heads, v_dim]."""
+        query = self._transform(params.num_heads, _pages(cache), qkv, transform, metadata.slot_mapping)
+        out = query.new_empty(len(query), params.num_heads, params.spec.v_dim)
+        self.attend_all(params, cache, query, metadata, out)
+        return out
+
+    def write_keys_values(
+        self,
+        params: AttentionParams,
+        cache: LayerCache,
+        keys_values: torch.Tensor,
+        transform: HeadTransform,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """K and V alone: [T, num_kv_heads * (k_dim + v_dim)]."""
+        self._transform(0, _pages(cache), keys_values, transform, metadata.slot_mapping)
+
+    def attend_queries(
+        self,
+        params: AttentionParams,
+        cache: LayerCache,
+        queries: torch.Tensor,
+        transform: HeadTransform,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Queries alone, [T, num_heads * k_dim] -> [T, num_heads, v_dim]; K and V are in their pages."""
+        pages = _pages(cache)
+        no_keys = Pages(pages.keys, pages.values, pages.unit_floats, pages.page_tokens, 0, pages.k_dim, pages.v_dim)
+        query = self._transform(params.num_heads, no_keys, queries, transform, metadata.slot_mapping)
+        out = query.new_empty(len(query), params.num_heads, params.spec.v_dim)
+        self.attend_all(params, cache, query, metadata, out)
+        return out
+
+    def _transform(
+        self, num_heads: int, pages: Pages, columns: torch.Tensor, transform: HeadTransform, slots: torch.Tensor
+    ) -> torch.Tensor:
+        return self.kernels.qk_norm_rope_write(
+            pages,
+            columns,
+            num_heads=num_heads,
+            cos=transform.cos,
+            sin=transform.sin,
+            slots=slots,
+            query_weight=transform.query_norm,
+            key_weight=transform.key_norm,
+            eps=transform.eps,
+        )
+
     def _attend(
         self,
         params: AttentionParams,
-        cache: NativeLayerCache,
+        cache: LayerCache,
         query: torch.Tensor,
         metadata: AttentionMetadata,
         out: torch.Tensor,
@@ -144,7 +214,7 @@ class NativeBackend:
         if plan is None:
             plan = metadata.derived[plan_key] = make_plan(spec, params.num_heads, metadata, start, stop)
         self.kernels.attend(
-            cache.pages,
+            _pages(cache),
             plan.batch,
             query.contiguous(),
             out,
@@ -154,6 +224,11 @@ class NativeBackend:
             softcap=params.softcap or 0.0,
             sinks=params.sinks,
         )
+
+
+def _pages(cache: LayerCache) -> Pages:
+    assert isinstance(cache, NativeLayerCache), "a layer cache of another backend"
+    return cache.pages
 
 
 def make_plan(spec: KVCacheSpec, num_heads: int, metadata: AttentionMetadata, start: int, stop: int) -> Plan:

@@ -29,6 +29,7 @@ from lamella.model_executor.loading import (
 )
 from lamella.model_executor.model_config import ModelConfig, kv_sharing, layer_specs
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
+from lamella.model_executor.operators.native_operators import NativeOperators
 from lamella.model_executor.operators.torch_operators import TorchOperators
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.tokenizer import Tokenizer
@@ -63,8 +64,11 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     default_params = SamplingParams(**load_sampling_defaults(source))  # type: ignore[arg-type]
     max_model_len = _check_max_model_len(config, model_config)
     dtype = _choose_dtype(config.dtype, model_config, device)
-    backend = choose_backend(config.attention_backend, device)
-    operators = TorchOperators()
+    attention_specs = layer_specs(model_config, itemsize_bytes=dtype.itemsize)
+    backend = choose_backend(
+        config.attention_backend, device, specs=attention_specs, dtype=dtype, page_tokens=config.page_size
+    )
+    operators = NativeOperators() if backend.name == "native" else TorchOperators()
     model = Gemma3ForCausalLM(model_config, dtype, operators)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="lamella-tokenizer") as pool:
         tokenizer_loading = pool.submit(load_tokenizer, tokenizer_source, cache_dir)
@@ -74,7 +78,6 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         tokenizer = tokenizer_loading.result()
     model.load({name: tensor.to(device) for name, tensor in weights.items()})
 
-    attention_specs = layer_specs(model_config, itemsize_bytes=dtype.itemsize)
     stored_specs = without_sliding(attention_specs) if config.disable_hybrid_kv_cache else attention_specs
     layout = build_layout(stored_specs, page_tokens=config.page_size, kv_sharing=kv_sharing(model_config))
     memory_bytes = config.kv_cache_memory_bytes

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lamella.attention.backend import AttentionBackend, attend
+from lamella.attention.backend import AttentionBackend
 from lamella.attention.metadata import AttentionMetadata
-from lamella.errors import InvariantError
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.head_sampling import sample_from_head
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
 from lamella.model_executor.sampler import Sampler
+from lamella.model_executor.step_attention import LayerPlace, StepAttention
 from lamella.model_executor.step_plan import GroupPlan, StepPlan, StepResult
 
 
@@ -36,22 +36,20 @@ class ModelRunner:
         self.layout = layout
         self.arena = arena
         self.sampler = Sampler()
-        self.params = model.attention_params(attention_specs)
-        self.group_of_layer = []
-        self.caches = []
-        for layer, spec in enumerate(attention_specs):
+        self.places = []
+        for layer, (spec, params) in enumerate(
+            zip(attention_specs, model.attention_params(attention_specs), strict=True)
+        ):
             group, offset_bytes = layout.layer_address(layer)
-            self.group_of_layer.append(group)
-            self.caches.append(
-                backend.layer_cache(
-                    arena,
-                    spec=spec,
-                    dtype=model.dtype,
-                    page_tokens=layout.page_tokens,
-                    unit_bytes=layout.unit_bytes,
-                    offset_bytes=offset_bytes,
-                )
+            cache = backend.layer_cache(
+                arena,
+                spec=spec,
+                dtype=model.dtype,
+                page_tokens=layout.page_tokens,
+                unit_bytes=layout.unit_bytes,
+                offset_bytes=offset_bytes,
             )
+            self.places.append(LayerPlace(group, params, cache))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -59,17 +57,7 @@ class ModelRunner:
         device = self.arena.device
         metadata = [self._metadata(plan, group) for group in plan.groups]
 
-        def attention(layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
-            if (k is None) != self.layout.is_shared(layer):
-                # One would overwrite the owner's KV, the other read pages that nobody has written.
-                raise InvariantError(
-                    f"layer {layer} gave {'no K and V' if k is None else 'K and V'}, but by the KV layout it "
-                    f"{'keeps its own' if k is None else f'reads those of layer {self.layout.owners[layer]}'}; "
-                    "model and layout must be built from one config"
-                )
-            group = self.group_of_layer[layer]
-            return attend(self.backend, self.params[layer], self.caches[layer], q, k, v, metadata[group])
-
+        attention = StepAttention(self.backend, self.layout, self.places, metadata, plan.sample_requests)
         output_rows = torch.from_numpy(plan.query_start[1:][plan.sample_requests] - 1).to(device)
         hidden = self.model(
             torch.from_numpy(plan.token_ids).to(device),

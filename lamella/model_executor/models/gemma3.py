@@ -15,10 +15,10 @@ from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.operators.base import (
     HeadScores,
     HeadShape,
-    LayerAttention,
     Norm,
     Operators,
     Projection,
+    StepAttention,
 )
 
 
@@ -96,7 +96,7 @@ class Gemma3ForCausalLM(nn.Module):
         ]
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention, output_rows: torch.Tensor
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention, output_rows: torch.Tensor
     ) -> torch.Tensor:
         """token_ids, positions: int64 [T]; output_rows: int64 [S], the tokens whose hidden state is wanted.
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from lamella.attention.native_backend import HeadTransform
 from lamella.model_executor.weight_forms import WeightForm
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin, see layers.rotary_tables
@@ -41,6 +42,8 @@ class Norm(nn.Module):
 class Projection(nn.Module):
     """A linear layer's weight [num_out, num_in], stored in the form that the operators want."""
 
+    weight: torch.Tensor
+
     def __init__(self, num_out: int, num_in: int, operators: Operators, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_out = num_out
@@ -69,11 +72,26 @@ class HeadScores(Protocol):
         ...
 
 
-class LayerAttention(Protocol):
+class StepAttention(Protocol):
     """Attention of one step, all layers: writes K and V to the cache, returns what each query sees."""
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim]."""
+        ...
+
+    def fused(self, layer: int, qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
+        """From a fused projection [T, columns], on the native backend only."""
+        ...
+
+    def fused_outputs(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys_values: torch.Tensor,
+        transform: HeadTransform,
+        output_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """K and V of all tokens, queries of those whose output is wanted, on the native backend only."""
         ...
 
 
@@ -105,7 +123,7 @@ class Operators(Protocol):
 
     def attend(
         self,
-        attention: LayerAttention,
+        attention: StepAttention,
         layer: int,
         projection: Projection,
         x: torch.Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lamella.model_executor.layers import apply_rotary, gated_gelu, linear, rms_norm
-from lamella.model_executor.operators.base import HeadShape, LayerAttention, Norm, Projection, Rotary
+from lamella.model_executor.operators.base import HeadShape, Norm, Projection, Rotary, StepAttention
 from lamella.model_executor.weight_forms import RowMajor
 
 
@@ -34,7 +34,7 @@ class TorchOperators:
 
     def attend(
         self,
-        attention: LayerAttention,
+        attention: StepAttention,
         layer: int,
         projection: Projection,
         x: torch.Tensor,

@@ -1,0 +1,83 @@
+"""The attention of one step: which cache, constants and batch go with each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lamella.attention.backend import AttentionBackend, AttentionParams, LayerCache, attend
+from lamella.attention.metadata import AttentionMetadata
+from lamella.attention.native_backend import HeadTransform, NativeBackend
+from lamella.errors import InvariantError
+from lamella.kv_cache.layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """What a layer's attention has whatever the step."""
+
+    group: int
+    params: AttentionParams
+    cache: LayerCache
+
+
+class StepAttention:
+    """metadata: one for each group. output_requests: int64 [S], the requests whose last token's output is wanted."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        layout: KVLayout,
+        places: list[LayerPlace],
+        metadata: list[AttentionMetadata],
+        output_requests: np.ndarray,
+    ) -> None:
+        self.backend = backend
+        self.layout = layout
+        self.places = places
+        self.metadata = metadata
+        self.output_requests = output_requests
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+        """q [T, num_heads, k_dim], k and v [T, num_kv_heads, dim] or None -> [T, num_heads, v_dim]."""
+        if (k is None) != self.layout.is_shared(layer):
+            # One would overwrite the owner's KV, the other read pages that nobody has written.
+            raise InvariantError(
+                f"layer {layer} gave {'no K and V' if k is None else 'K and V'}, but by the KV layout it "
+                f"{'keeps its own' if k is None else f'reads those of layer {self.layout.owners[layer]}'}; "
+                "model and layout must be built from one config"
+            )
+        place = self.places[layer]
+        return attend(self.backend, place.params, place.cache, q, k, v, self.metadata[place.group])
+
+    def fused(self, layer: int, qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
+        """From the fused projection qkv [T, columns] of a layer with its own KV -> [T, num_heads, v_dim]."""
+        place = self.places[layer]
+        return self._native.attend_qkv(place.params, place.cache, qkv, transform, self.metadata[place.group])
+
+    def fused_outputs(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys_values: torch.Tensor,
+        transform: HeadTransform,
+        output_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """K and V of all tokens [T, columns], queries of the last token of each of the output requests [S, columns] ->
+        [S, num_heads, v_dim]. `transform` is of all tokens; output_rows, int64 [S], says which the queries are of."""
+        place = self.places[layer]
+        metadata = self.metadata[place.group]
+        native = self._native
+        native.write_keys_values(place.params, place.cache, keys_values, transform, metadata)
+        outputs = metadata.last_tokens(self.output_requests)
+        return native.attend_queries(place.params, place.cache, queries, transform.of_rows(output_rows), outputs)
+
+    @property
+    def _native(self) -> NativeBackend:
+        if not isinstance(self.backend, NativeBackend):
+            raise InvariantError(
+                f"fused attention was called on backend {self.backend.name!r}; native operators go with 'native'"
+            )
+        return self.backend
