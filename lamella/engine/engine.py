@@ -179,6 +179,11 @@ class Engine:
         """What a request without parameters gets: SamplingParams() with the model's generation_config.json."""
         return self._require_open().default_params
 
+    @property
+    def attention_backend(self) -> str:
+        """Name of the backend in use: "native" or "torch" where "auto" was asked for on a CPU."""
+        return self._require_open().runner.backend.name
+
     def get_tokenizer(self) -> Tokenizer:
         return self._require_open().tokenizer
 

@@ -1,0 +1,132 @@
+"""On the native path a request's log-probabilities are the same bits whatever runs beside it, however its prompt is cut,
+and whatever of it was cached."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lamella import LLM, SamplingParams
+from lamella.native.library import load_library
+from tests.helpers.tiny_gemma import save_tiny_gemma
+
+NUM_TOKENS = 24
+PARAMS = SamplingParams(temperature=0.9, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
+PAGE_BYTES = 6 * 16 * 2 * 2 * 16 * 4  # 6 layers, 16 tokens, K and V, 2 heads of 16 float32
+
+pytestmark = pytest.mark.skipif(load_library() is None, reason="the contract is the native kernels'")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bits")
+    save_tiny_gemma(path, seed=5)
+    return str(path)
+
+
+def make_prompts():
+    """Prompts of up to ten windows; some are beginnings of others, some part from others inside a page."""
+    generator = np.random.default_rng(8)
+    prompts = [generator.integers(6, 320, size=length).tolist() for length in (1, 15, 16, 17, 40, 75, 110, 160)]
+    prompts.append(prompts[-1][:93])
+    prompts.append([*prompts[-1][:57], *generator.integers(6, 320, size=30).tolist()])
+    prompts.append([*prompts[7][:150], *generator.integers(6, 320, size=9).tolist()])
+    return prompts
+
+
+def answers(llm, prompts):
+    """Token ids and every log-probability that was returned, float for float."""
+    return [
+        [
+            (token_id, sorted((other, each.logprob) for other, each in logprobs.items()))
+            for token_id, logprobs in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+        ]
+        for output in llm.generate(prompts, PARAMS, use_tqdm=False)
+    ]
+
+
+def engine(folder, **arguments):
+    settings = {"max_model_len": 256, "kv_cache_memory_bytes": 2**24, "max_num_seqs": 8, "check_invariants": True}
+    llm = LLM(folder, **{**settings, **arguments})
+    assert llm.engine.attention_backend == "native"
+    return llm
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """Each request by itself, its prompt in one piece, nothing cached."""
+    with engine(folder, max_num_seqs=1, enable_prefix_caching=False, max_num_batched_tokens=512) as llm:
+        return [answers(llm, [prompt])[0] for prompt in make_prompts()]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"max_num_batched_tokens": 8},
+        {"max_num_batched_tokens": 23},
+        {"max_num_batched_tokens": 64, "page_size": 32},
+        {"page_size": 64, "max_num_batched_tokens": 50, "swa_eviction_interval": 5},
+        {"page_size": 128},
+        {"max_num_seqs": 3, "max_num_batched_tokens": 41},
+        {"disable_hybrid_kv_cache": True},
+        {"kv_split": "ratio", "swa_full_tokens_ratio": 0.5},
+        {"retention": "none"},
+        {"retention": "all", "max_num_batched_tokens": 33},
+    ],
+    ids=lambda arguments: "-".join(f"{key}={value}" for key, value in arguments.items()) or "default",
+)
+def test_neither_batch_nor_chunks_nor_pages_nor_the_cache_change_a_bit(folder, alone, arguments):
+    prompts = make_prompts()
+    order = np.random.default_rng(len(arguments)).permutation(len(prompts))
+    with engine(folder, **arguments) as llm:
+        shuffled = answers(llm, [prompts[index] for index in order])
+        assert shuffled == [alone[index] for index in order]
+        assert answers(llm, prompts) == alone, "the second time, from the cache"
+        hits = llm.engine.stats().kv_cache.hits
+        if arguments.get("retention") != "none":
+            assert hits.num_full_tokens > 0
+            assert hits.num_partial_tokens > 0
+
+
+def test_preemption_does_not_change_a_bit(folder, alone):
+    prompts = make_prompts()
+    with engine(folder, kv_cache_memory_bytes=16 * PAGE_BYTES, max_num_batched_tokens=32) as llm:
+        assert answers(llm, prompts) == alone
+        assert answers(llm, prompts[::-1]) == alone[::-1]
+        assert llm.engine.stats().num_preemptions > 0
+
+
+def test_windowed_replay_does_not_change_a_bit(folder, alone):
+    """The windows of cached prompts are gone; what is computed again must be what was there."""
+    prompts = make_prompts()
+    with engine(folder, max_num_batched_tokens=256) as llm:
+        tree = llm.engine._require_open().manager.tree
+        assert answers(llm, prompts) == alone
+        while tree.strip_one(lambda num_tokens: True):
+            pass
+        assert answers(llm, prompts) == alone
+        assert llm.engine.stats().kv_cache.hits.num_replay_requests > 0
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_threads_do_not_change_a_bit(folder, alone, num_threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        with engine(folder, max_num_batched_tokens=64) as llm:
+            assert answers(llm, make_prompts()) == alone
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_checkpoints_are_computed_in_float32(tmp_path, dtype):
+    save_tiny_gemma(tmp_path, seed=5, dtype=dtype)
+    prompts = make_prompts()[4:]
+    with engine(str(tmp_path), max_num_seqs=1, enable_prefix_caching=False, max_num_batched_tokens=512) as llm:
+        expected = [answers(llm, [prompt])[0] for prompt in prompts]
+    with engine(str(tmp_path), max_num_batched_tokens=29) as llm:
+        assert answers(llm, prompts) == expected
+        assert answers(llm, prompts) == expected
