@@ -17,7 +17,9 @@ LAMELLA_INLINE void for_each_vec(int64_t width, Visit visit) {
     if (start < width) visit(start, int(width - start));
 }
 
-LAMELLA_INLINE Vec get(const float* from, int count) { return count == VEC_LANES ? load(from) : load_part(from, count); }
+LAMELLA_INLINE Vec get(const float* from, int count) {
+    return count == VEC_LANES ? load(from) : load_part(from, count);
+}
 
 LAMELLA_INLINE void put(float* to, Vec vec, int count) {
     count == VEC_LANES ? store(to, vec) : store_part(to, vec, count);

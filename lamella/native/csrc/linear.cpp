@@ -35,8 +35,8 @@ struct Output {
     int64_t row_step;
 };
 
-// A range of panels, a group at a time. The group is finished in `tile` and copied: rows of a wide `out` lie at the same
-// places of the cache and would push each other out, and its last panel may be cut short.
+// A range of panels, a group at a time. The group is finished in `tile` and copied: rows of a wide `out` lie at the
+// same places of the cache and would push each other out, and its last panel may be cut short.
 void multiply_range(const RowBlock& block, int64_t num_rows, Panels weight, const float* bias, int64_t first_panel,
                     int64_t stop_panel, Output out, float* tile) {
     for (int64_t panel = first_panel; panel < stop_panel; panel += GROUP_PANELS) {

@@ -18,7 +18,8 @@ struct TileRows {
     int64_t row_step, depth_step;
 };
 
-// Cache lines to fetch meanwhile: from `from`, `step` floats further at every k.
+// Cache lines to fetch meanwhile: from `from`, `step` floats further at every k. Several panels at once are streams of
+// their own, and each is fetched `step` floats ahead of itself.
 struct Ahead {
     const float* from;
     int64_t step;

@@ -13,7 +13,7 @@ constexpr int64_t SHALLOW_ROWS = 24;  // up to here a panel is passed over few t
 constexpr int64_t GROUP_PANELS = 16;  // columns of C that are finished together: they stay in L2
 constexpr int64_t GROUP_COLUMNS = GROUP_PANELS * PANEL;
 constexpr int64_t STREAM_ROWS = 3;  // up to here the weights' way from memory is all that counts
-constexpr int64_t STREAM_AHEAD = 512;  // floats, per panel
+constexpr int64_t STREAM_AHEAD = 512;  // floats, within a panel
 
 struct FreeScratch {
     void operator()(float* at) const { ::operator delete(at, std::align_val_t(64)); }
@@ -107,8 +107,9 @@ class RowBlock {
                 const float* b = weight + panel * panel_step + start * PANEL;
                 for (int64_t tile = 0; tile < num_tiles_; tile++) {
                     const int64_t begin = tile_begin(tile), num_rows = tile_begin(tile + 1) - begin;
-                    // Each tile fetches its share of the panel that comes next.
-                    const Ahead ahead = {b + panel_step + tile * depth * ahead_step, ahead_step};
+                    // Each tile fetches its share of the panel that comes next; a lone one stays just ahead of itself.
+                    const Ahead share = {b + panel_step + tile * depth * ahead_step, ahead_step};
+                    const Ahead ahead = num_tiles_ == 1 ? Ahead{b + STREAM_AHEAD, PANEL} : share;
                     multiply_packed(int(num_rows), a, b, depth, c + begin * GROUP_COLUMNS + panel * PANEL,
                                     GROUP_COLUMNS, start > 0, ahead);
                     a += num_rows * depth;

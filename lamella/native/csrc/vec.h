@@ -37,7 +37,9 @@ LAMELLA_INLINE Vec load_part(const float* from, int64_t count) {
     return vec;
 }
 
-LAMELLA_INLINE void store_part(float* to, Vec vec, int64_t count) { std::memcpy(to, &vec, size_t(count) * sizeof(float)); }
+LAMELLA_INLINE void store_part(float* to, Vec vec, int64_t count) {
+    std::memcpy(to, &vec, size_t(count) * sizeof(float));
+}
 
 LAMELLA_INLINE Vec broadcast(float value) { return value - Vec{}; }
 
