@@ -32,6 +32,11 @@ class EngineSetup:
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str | None] = field(default_factory=dict)
 
+    def told_settings(self) -> dict[str, Any]:
+        """What a report says: settings, and the variables that matter to speed."""
+        variables = {name: value for name, value in self.environment.items() if value and name != "PYTHONPATH"}
+        return {**self.settings, **variables}
+
     def full_environment(self) -> dict[str, str]:
         merged = {**os.environ, **self.environment}
         return {name: value for name, value in merged.items() if value is not None}
@@ -212,7 +217,7 @@ def _required(value: str | None, engine: str, option: str, what: str) -> str:
 def _gguf_precision(path: Path) -> str:
     from gguf import LlamaFileType
 
-    file_type = read_gguf_header(path).metadata.get("general.file_type")
+    file_type = read_gguf_header(path).metadata.get("general.file_type", -1)
     try:
         name = LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
     except ValueError:

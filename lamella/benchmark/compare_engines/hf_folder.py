@@ -89,8 +89,9 @@ def _rope(layer: LayerConfig) -> dict[str, Any]:
 
 
 def _special_ids(config: ModelConfig) -> dict[str, Any]:
-    ends = list(config.eos_token_ids)
-    return {"bos_token_id": config.bos_token_id, "eos_token_id": ends if len(ends) > 1 else (ends or [None])[0]}
+    # One id plainly, as checkpoints write it; several as a list.
+    ends: Any = config.eos_token_ids
+    return {"bos_token_id": config.bos_token_id, "eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None}
 
 
 def _weights(gguf: Path) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from lamella.benchmark.compare_engines.engines import EngineSetup
 from lamella.benchmark.compare_engines.machine import describe_machine
@@ -46,7 +46,7 @@ def compare(
     starts: dict[str, list[float]] = {name: [] for name in setups}
     comparison = Comparison(
         base=engines[0].name,
-        engines={one.name: EngineFacts(one.precision, {**one.settings, **one.environment}) for one in engines},
+        engines={one.name: EngineFacts(one.precision, one.told_settings()) for one in engines},
         measured=[Measured(name, workload, starts[name]) for name in setups for workload in workloads],
         failures=[],
         num_rounds=num_rounds,
@@ -96,7 +96,7 @@ def _run(worker: Worker, workload: Workload, prompts: list[list[int]]) -> tuple[
     question = {"prompts": prompts, "output_tokens": workload.output_tokens, "shared_tokens": workload.shared_tokens}
     answer = worker.ask(question, f"running {workload.name}")
     seconds, output = answer.get("seconds"), answer.get("output_token_ids")
-    if not isinstance(seconds, (int, float)) or not seconds > 0 or not _are_token_lists(output):
+    if not isinstance(seconds, float) or not seconds > 0 or not _are_token_lists(output):
         raise WorkerError(f"{worker.name}: {workload.name} was answered without seconds and output_token_ids")
     wanted = [workload.output_tokens] * workload.num_requests
     counts = [len(tokens) for tokens in output]
@@ -105,8 +105,8 @@ def _run(worker: Worker, workload: Workload, prompts: list[list[int]]) -> tuple[
             f"{worker.name}: {workload.name} gave {sum(counts)} output tokens for {len(counts)} requests instead of "
             f"{workload.output_tokens} for each of {workload.num_requests}; its time is not comparable"
         )
-    return float(seconds), output
+    return seconds, output
 
 
-def _are_token_lists(output: Any) -> bool:
+def _are_token_lists(output: Any) -> TypeGuard[list[list[int]]]:
     return isinstance(output, list) and all(isinstance(tokens, list) for tokens in output)

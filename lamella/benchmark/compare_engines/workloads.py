@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class Workload:
 
     def resized(self, **sizes: int | None) -> Workload:
         """With those of `sizes` (fields by name) that are not None; a workload without a shared prefix gets none."""
-        given = {field: size for field, size in sizes.items() if size is not None}
+        given: dict[str, Any] = {field: size for field, size in sizes.items() if size is not None}
         if not self.shared_tokens:
             given.pop("shared_tokens", None)
         return dataclasses.replace(self, **given)

@@ -20,7 +20,7 @@ def load(settings):
 
     def generate(prompts, output_tokens, shared_tokens):
         params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
 
     config = llm.engine.config

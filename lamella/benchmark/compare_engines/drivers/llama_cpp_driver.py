@@ -113,8 +113,8 @@ def run(context, prompts, output_tokens, shared_tokens):
         context.decode()
     if shared_tokens:
         context.share(len(prompts))
-    outputs = [[] for _ in prompts]
-    waiting = []  # sequences whose last prompt token is in the batch being filled
+    outputs: list = [[] for _ in prompts]
+    waiting: list = []  # sequences whose last prompt token is in the batch being filled
     for sequence, prompt in enumerate(prompts):
         for position in range(shared_tokens, len(prompt)):
             is_last = position == len(prompt) - 1
