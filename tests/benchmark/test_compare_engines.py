@@ -47,17 +47,17 @@ for line in sys.stdin:
             os.kill(os.getpid(), 9)
         if trouble == "hangs":
             time.sleep(600)
-        if trouble == "stops early":
+        if trouble == "forgets one":
             prompts = prompts[:1]
         if trouble == "says too much":
             output_tokens += 1
         if trouble == "babbles":
             print("hello", flush=True)
     rounds = open(notes).read().count(f"{name} load")
-    answer({
-        "seconds": float(pace) * len(prompts) * rounds,
-        "output_token_ids": [prompt[:1] * output_tokens for prompt in prompts],
-    })
+    output = [prompt[:1] * output_tokens for prompt in prompts]
+    if trouble == "is unfair" and len(prompts) == 2 and output_tokens == 3:
+        output = [output[0][:1], output[1] + output[0][1:]]
+    answer({"seconds": float(pace) * len(prompts) * rounds, "output_token_ids": output})
 note("end")
 """
 
@@ -191,10 +191,12 @@ class TestFailures:
                      "no memory left, says the fake"),
             ("is killed", "the worker was killed by signal 9 while running few; no log"),
             ("babbles", "the worker answered b'hello' while running few, which is no JSON object; no log"),
-            ("stops early", "few gave 3 output tokens for 1 requests instead of 3 for each of 2; its time is not "
-                            "comparable"),
-            ("says too much", "few gave 8 output tokens for 2 requests instead of 3 for each of 2; its time is not "
-                              "comparable"),
+            ("forgets one", "few gave 3 output tokens for 1 requests, 3 to 3 each, instead of 3 for each of 2; its "
+                            "time is not comparable"),
+            ("says too much", "few gave 8 output tokens for 2 requests, 4 to 4 each, instead of 3 for each of 2; its "
+                              "time is not comparable"),
+            ("is unfair", "few gave 6 output tokens for 2 requests, 1 to 5 each, instead of 3 for each of 2; its "
+                          "time is not comparable"),
         ],
     )  # fmt: skip
     def test_one_fails_and_the_others_go_on(self, fake, notes, trouble, words):

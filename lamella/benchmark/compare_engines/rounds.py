@@ -102,8 +102,9 @@ def _run(worker: Worker, workload: Workload, prompts: list[list[int]]) -> tuple[
     counts = [len(tokens) for tokens in output]
     if counts != wanted:
         raise WorkerError(
-            f"{worker.name}: {workload.name} gave {sum(counts)} output tokens for {len(counts)} requests instead of "
-            f"{workload.output_tokens} for each of {workload.num_requests}; its time is not comparable"
+            f"{worker.name}: {workload.name} gave {sum(counts)} output tokens for {len(counts)} requests, "
+            f"{min(counts, default=0)} to {max(counts, default=0)} each, instead of {workload.output_tokens} for each "
+            f"of {workload.num_requests}; its time is not comparable"
         )
     return seconds, output
 

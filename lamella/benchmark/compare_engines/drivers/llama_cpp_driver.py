@@ -99,6 +99,7 @@ def load(settings):
         "n_batch": BATCH_TOKENS,
         "n_ubatch": MICRO_BATCH_TOKENS,
         "swa_full": False,
+        "KV": "float16, the default",
         "kv_unified": "where a prefix is shared",
         "system": lib.llama_print_system_info().decode(),
     }
