@@ -36,6 +36,8 @@ def comparison_report(comparison: Comparison) -> str:
             ]
     parts += [
         f"### Greedy tokens as {comparison.base}'s: first tokens / all up to the first difference",
+        "After random prompts many tokens are nearly as likely as the first: engines with the same weights agree, "
+        "those with reduced ones part early.",
         _agreement(comparison),
     ]
     if comparison.failures:
