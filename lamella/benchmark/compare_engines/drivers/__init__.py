@@ -1,0 +1,1 @@
+"""Scripts, each for one engine's interpreter; none is imported from here."""
