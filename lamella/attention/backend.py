@@ -35,8 +35,8 @@ class LayerCache:
     """One layer's view of the arena. `keys[page_id]` is that page's K, in the order of its tokens.
 
     Where a backend lays a page out in panels, `keys[page_ids].reshape(-1, num_kv_heads, k_dim)` gives the tokens of
-    pages, as it does for the plain layout. Page ids count units, so a page wider than one unit overlaps the rows of the ids it spans; only
-    ids that the block manager handed out are ever used.
+    pages, as it does for the plain layout. Page ids count units, so a page wider than one unit overlaps the rows of
+    the ids it spans; only ids that the block manager handed out are ever used.
     """
 
     keys: torch.Tensor  # [num_ids, page_tokens, num_kv_heads, k_dim], strided
