@@ -1,71 +1,121 @@
-"""Time one attention backend on the layers of Gemma 3 270M: 15 sliding (W = 512) and 3 full.
+"""Attention backends on layers of Gemma 3 270M, beside what the processor and its memory can do.
 
-Every layer has its own pages in one arena, scattered, so nothing is in the processor's cache that
-would not be there in the model. A step includes what the backend derives from fresh metadata.
+    python benchmarks/benchmark_attention.py --threads 2 --output-json attention.json
+    python benchmarks/benchmark_attention.py --workload decode-64-window --page-size 16 --page-size 128
 
-    python benchmarks/benchmark_attention.py --workload decode-64x192 --page-tokens 16
+A figure is the best of several steps that take turns with each other and with the measurement of the peaks: all of
+them suffer alike from what else the machine does. A step goes through layers that have pages of their own, scattered
+in one arena larger than the caches, writes K and V, and attends; what a backend derives from fresh metadata counts.
+GB/s are of the K and V that queries see, each read once; GFLOP/s are of the (query, key) pairs that are not masked.
 """
 
 from __future__ import annotations
 
-import argparse
+import ctypes
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+import click
 import numpy as np
 import torch
 
-from lamella.attention.backend import BACKEND_NAMES, AttentionBackend, AttentionParams, LayerCache, choose_backend
+from lamella.attention.backend import (
+    BACKEND_NAMES,
+    AttentionBackend,
+    AttentionParams,
+    LayerCache,
+    attend,
+    choose_backend,
+)
 from lamella.attention.metadata import AttentionMetadata
+from lamella.errors import ConfigError
 from lamella.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from lamella.native.library import Int, Pointer, load_library
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, WINDOW_TOKENS = 4, 1, 256, 512
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ARENA_BYTES = 2**27  # at least so many bytes of pages, if that takes no more than MAX_LAYERS layers
+MAX_LAYERS = 15
+STREAM_BYTES = 2**28
 
-# (tokens in the cache, new tokens) of each request.
-WORKLOADS: dict[str, list[tuple[int, int]]] = {
-    "decode-64x192": [(128 + 2 * i, 1) for i in range(64)],
-    "decode-32x2100": [(2068 + 2 * i, 1) for i in range(32)],
-    "decode-8x4100": [(4096 + i, 1) for i in range(8)],
-    "prefill-16x128": [(0, 128)] * 16,
-    "prefill-2048": [(0, 2048)],
-    "prefill-2048-at-2048": [(2048, 2048)],
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    is_windowed: bool
+    requests: tuple[tuple[int, int], ...]  # (tokens in the cache, new tokens) of each
+
+    @property
+    def is_decode(self) -> bool:
+        return all(num_new == 1 for _, num_new in self.requests)
+
+
+WORKLOADS = {
+    "decode-64-window": Workload(True, tuple((1024 + 2 * i, 1) for i in range(64))),
+    "decode-16-full-4096": Workload(False, ((4095, 1),) * 16),
+    "decode-64-window-at-2k": Workload(True, ((2048, 1),) * 64),
+    "decode-64-window-at-32k": Workload(True, ((32768, 1),) * 64),
+    "decode-1-full-4096": Workload(False, ((4095, 1),)),
+    "prefill-2048-window": Workload(True, ((0, 2048),)),
+    "prefill-512-at-4096-window": Workload(True, ((4096, 512),)),
+    "prefill-2048-at-4096-full": Workload(False, ((4096, 2048),)),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
     workload: str
-    layer_kind: str
-    num_layers: int
+    backend: str
     page_tokens: int
     kv_dtype: str
     num_threads: int
-    layer_ms: float  # median over the steps of (step / layers), write included
-    gigabytes_per_second: float  # decode: visible K and V read
-    gigaflops: float  # on visible (query, key) pairs
+    layer_ms: float  # the best step / layers
+    gigabytes_per_second: float
+    gigaflops: float
+    peak_gigabytes_per_second: float | None  # None: not measured, for there is no native library
+    peak_gigaflops: float | None
+
+
+class Peaks:
+    """The best that was seen so far; nothing without the native library, or off the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.gigaflops: float | None = None
+        self.gigabytes_per_second: float | None = None
+        self._library = load_library() if device.type == "cpu" else None
+        if self._library is not None:
+            self._gflops = self._library.function("peak_gflops", Int, restype=ctypes.c_double)
+            self._read = self._library.function("read_gbps", Pointer, Int, restype=ctypes.c_double)
+            self._data = torch.ones(STREAM_BYTES // 4)
+
+    def measure(self) -> None:
+        if self._library is not None:
+            read = self._read(self._data.data_ptr(), self._data.numel())
+            self.gigaflops = max(self.gigaflops or 0.0, self._gflops(2_000_000))
+            self.gigabytes_per_second = max(self.gigabytes_per_second or 0.0, read)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    params: AttentionParams
+class Pages:
+    """A workload's pages in every layer: the same numbers for all backends, but the layout is each one's."""
+
+    spec: KVCacheSpec
     layers: list[LayerCache]
     make_metadata: Callable[[], AttentionMetadata]
     num_pairs: int
     num_keys_read: int
 
 
-def make_group(
-    backend: AttentionBackend,
-    spec: KVCacheSpec,
-    num_layers: int,
-    requests: list[tuple[int, int]],
-    page_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Group:
+def make_pages(
+    backend: AttentionBackend, workload: Workload, page_tokens: int, dtype: torch.dtype, device: torch.device
+) -> Pages:
+    shape = {"num_kv_heads": NUM_KV_HEADS, "k_dim": HEAD_DIM, "v_dim": HEAD_DIM, "itemsize_bytes": dtype.itemsize}
+    spec: KVCacheSpec = (
+        SlidingWindowSpec(window_tokens=WINDOW_TOKENS, **shape) if workload.is_windowed else FullAttentionSpec(**shape)
+    )
+    requests = workload.requests
     rng = np.random.default_rng(0)
     first_blocks = np.array([spec.first_visible(prior) // page_tokens for prior, _ in requests])
     stop_blocks = np.array([(prior + new - 1) // page_tokens + 1 for prior, new in requests])
@@ -76,134 +126,144 @@ def make_group(
     query_start = np.concatenate([[0], np.cumsum(lengths)])
     rows = np.repeat(np.arange(len(requests)), lengths)
     positions = np.concatenate([np.arange(prior, prior + new) for prior, new in requests])
-    pages = block_tables[rows, positions // page_tokens - first_blocks[rows]]
-    seq_lens = np.array([prior + new for prior, new in requests])
+    slots = block_tables[rows, positions // page_tokens - first_blocks[rows]] * page_tokens + positions % page_tokens
 
     layer_bytes = page_tokens * spec.token_bytes
+    num_ids = int(widths.sum()) + 1
+    num_layers = min(MAX_LAYERS, -(-ARENA_BYTES // (num_ids * layer_bytes)))
     unit_bytes = layer_bytes * num_layers
-    arena = torch.zeros((int(widths.sum()) + 1) * unit_bytes, dtype=torch.uint8, device=device)
+    arena = torch.zeros(num_ids * unit_bytes, dtype=torch.uint8, device=device)
     arena.view(dtype).normal_()
-    layers = [
-        backend.layer_cache(
-            arena,
-            spec=spec,
-            dtype=dtype,
-            page_tokens=page_tokens,
-            unit_bytes=unit_bytes,
-            offset_bytes=layer * layer_bytes,
-        )
-        for layer in range(num_layers)
-    ]
+    layout = {"spec": spec, "dtype": dtype, "page_tokens": page_tokens, "unit_bytes": unit_bytes}
+    layers = [backend.layer_cache(arena, offset_bytes=layer * layer_bytes, **layout) for layer in range(num_layers)]
+    host = {
+        "query_start": query_start,
+        "seq_lens": np.array([prior + new for prior, new in requests]),
+        "first_blocks": first_blocks,
+        "first_keys": np.zeros_like(first_blocks),
+        "block_tables": block_tables,
+    }
 
     def make_metadata() -> AttentionMetadata:
-        host = {
-            "query_start": query_start,
-            "seq_lens": seq_lens,
-            "first_blocks": first_blocks,
-            "first_keys": np.zeros_like(first_blocks),
-            "block_tables": block_tables,
-        }
         return AttentionMetadata(
             page_tokens=page_tokens,
-            num_decodes=sum(new == 1 for _, new in requests),
-            slot_mapping=torch.from_numpy(pages * page_tokens + positions % page_tokens).to(device),
+            num_decodes=len(requests) if workload.is_decode else 0,
+            slot_mapping=torch.from_numpy(slots).to(device),
             **{name: torch.from_numpy(array).to(device) for name, array in host.items()},
             **{f"{name}_host": array for name, array in host.items()},
         )
 
-    return Group(
-        params=AttentionParams(spec=spec, num_heads=NUM_HEADS, scale=HEAD_DIM**-0.5),
-        layers=layers,
-        make_metadata=make_metadata,
+    return Pages(
+        spec,
+        layers,
+        make_metadata,
         num_pairs=sum(int(position) + 1 - spec.first_visible(int(position)) for position in positions),
         num_keys_read=sum(prior + new - spec.first_visible(prior) for prior, new in requests),
     )
 
 
-def measure(backend: AttentionBackend, group: Group, dtype: torch.dtype, num_steps: int) -> float:
-    """Median milliseconds of one layer."""
-    spec = group.params.spec
-    device = group.layers[0].keys.device
-    metadata = group.make_metadata()
-    num_tokens, num_decodes = metadata.num_tokens, metadata.num_decodes
-    query = torch.randn(num_tokens, NUM_HEADS, spec.k_dim, device=device).to(dtype)
-    key = torch.randn(num_tokens, spec.num_kv_heads, spec.k_dim, device=device).to(dtype)
-    value = torch.randn(num_tokens, spec.num_kv_heads, spec.v_dim, device=device).to(dtype)
-    out = torch.empty(num_tokens, NUM_HEADS, spec.v_dim, device=device, dtype=dtype)
-    seconds = []
-    for _ in range(num_steps + 1):
-        metadata = group.make_metadata()
-        begin = time.perf_counter()
-        for cache in group.layers:
-            backend.write_kv(cache, key, value, metadata)
-            if num_decodes:
-                backend.decode(group.params, cache, query, metadata, out)
-            else:
-                backend.prefill(group.params, cache, query, metadata, out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-    return float(np.median(seconds[1:])) * 1e3 / len(group.layers)
+def layer_seconds(backend: AttentionBackend, pages: Pages, inputs: list[torch.Tensor], device: torch.device) -> float:
+    """One step through all layers, divided by their number."""
+    params = AttentionParams(spec=pages.spec, num_heads=NUM_HEADS, scale=HEAD_DIM**-0.5)
+    metadata = pages.make_metadata()
+    start = time.perf_counter()
+    for cache in pages.layers:
+        attend(backend, params, cache, *inputs, metadata)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / len(pages.layers)
 
 
 @torch.inference_mode()
-def run(arguments: argparse.Namespace) -> list[Measurement]:
-    device = torch.device(arguments.device)
-    dtype = DTYPES[arguments.kv_dtype]
-    backend = choose_backend(arguments.backend, device)
-    if arguments.num_threads:
-        torch.set_num_threads(arguments.num_threads)
-    shape = {"num_kv_heads": NUM_KV_HEADS, "k_dim": HEAD_DIM, "v_dim": HEAD_DIM, "itemsize_bytes": dtype.itemsize}
-    kinds: dict[str, tuple[KVCacheSpec, int]] = {
-        "sliding": (SlidingWindowSpec(window_tokens=WINDOW_TOKENS, **shape), 15),
-        "full": (FullAttentionSpec(**shape), 3),
-    }
+def measure(
+    name: str,
+    backends: list[AttentionBackend],
+    page_tokens: int,
+    kv_dtype: str,
+    device: torch.device,
+    num_steps: int,
+    peaks: Peaks,
+) -> list[Measurement]:
+    dtype, workload = DTYPES[kv_dtype], WORKLOADS[name]
+    all_pages = [make_pages(backend, workload, page_tokens, dtype, device) for backend in backends]
+    num_tokens = sum(num_new for _, num_new in workload.requests)
+    inputs = [torch.randn(num_tokens, heads, HEAD_DIM, device=device).to(dtype) for heads in (NUM_HEADS, 1, 1)]
+    seconds = [float("inf")] * len(backends)
+    for _ in range(num_steps):
+        peaks.measure()
+        for i, backend in enumerate(backends):
+            seconds[i] = min(seconds[i], layer_seconds(backend, all_pages[i], inputs, device))
+    pages = all_pages[0]
+    num_bytes = pages.num_keys_read * pages.spec.token_bytes
+    flops = 2 * pages.num_pairs * NUM_HEADS * 2 * HEAD_DIM
+    return [
+        Measurement(
+            name,
+            backend.name,
+            page_tokens,
+            kv_dtype,
+            torch.get_num_threads(),
+            best * 1e3,
+            num_bytes / best / 1e9,
+            flops / best / 1e9,
+            peaks.gigabytes_per_second,
+            peaks.gigaflops,
+        )
+        for backend, best in zip(backends, seconds, strict=True)
+    ]
+
+
+def markdown(measurements: list[Measurement]) -> str:
+    def share(value: float, peak: float | None) -> str:
+        return "" if peak is None else f"{value / peak:.0%}"
+
+    lines = [
+        f"torch {torch.__version__}, {measurements[0].num_threads} threads",
+        "",
+        "| workload | page | backend | ms/layer | GB/s | of read | GFLOP/s | of peak |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in measurements:
+        lines.append(
+            f"| {one.workload} | {one.page_tokens} | {one.backend} | {one.layer_ms:.2f} "
+            f"| {one.gigabytes_per_second:.1f} | {share(one.gigabytes_per_second, one.peak_gigabytes_per_second)} "
+            f"| {one.gigaflops:.1f} | {share(one.gigaflops, one.peak_gigaflops)} |"
+        )
+    return "\n".join(lines)
+
+
+@click.command(context_settings={"show_default": True}, help=__doc__.splitlines()[0])
+@click.option("--workload", "workloads", type=click.Choice(list(WORKLOADS)), multiple=True, default=tuple(WORKLOADS))
+@click.option("--backend", "names", type=click.Choice(BACKEND_NAMES), multiple=True, default=("native", "torch"))
+@click.option("--page-size", "page_sizes", type=click.IntRange(min=1), multiple=True,
+              help="tokens  [default: 16, and 32, 64 and 128 too for decode]")  # fmt: skip
+@click.option("--kv-dtype", type=click.Choice(list(DTYPES)), default="float32")
+@click.option("--device", default="cpu")
+@click.option("--threads", type=click.IntRange(min=1), help="[default: torch's]")
+@click.option("--steps", "num_steps", type=click.IntRange(min=1), default=7, help="the best counts")
+@click.option("--output-json", type=click.Path(), help="file for a list of one object per figure")
+@click.option("--output-markdown", type=click.Path(), help="file for the table")
+def main(workloads, names, page_sizes, kv_dtype, device, threads, num_steps, output_json, output_markdown) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    device = torch.device(device)
+    peaks = Peaks(device)
     measurements = []
-    print(f"{'workload':22} {'layers':>10} {'ms/layer':>9} {'GB/s':>6} {'GF':>6}")
-    for name in arguments.workload or WORKLOADS:
-        step_ms = 0.0
-        for kind, (spec, num_layers) in kinds.items():
-            group = make_group(backend, spec, num_layers, WORKLOADS[name], arguments.page_tokens, dtype, device)
-            layer_ms = measure(backend, group, dtype, arguments.num_steps)
-            flops = 2 * group.num_pairs * NUM_HEADS * (spec.k_dim + spec.v_dim)
-            result = Measurement(
-                workload=name,
-                layer_kind=kind,
-                num_layers=num_layers,
-                page_tokens=arguments.page_tokens,
-                kv_dtype=arguments.kv_dtype,
-                num_threads=torch.get_num_threads(),
-                layer_ms=layer_ms,
-                gigabytes_per_second=group.num_keys_read * spec.token_bytes / layer_ms / 1e6,
-                gigaflops=flops / layer_ms / 1e6,
-            )
-            measurements.append(result)
-            step_ms += layer_ms * num_layers
-            print(
-                f"{name:22} {f'{num_layers} {kind}':>10} {layer_ms:9.2f} "
-                f"{result.gigabytes_per_second:6.1f} {result.gigaflops:6.1f}",
-                flush=True,
-            )
-        print(f"{name:22} {'all 18':>10} {step_ms:9.1f} ms a step", flush=True)
-    return measurements
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="may be repeated; default: all")
-    parser.add_argument("--backend", choices=BACKEND_NAMES, default="torch")
-    parser.add_argument("--page-tokens", type=int, default=16)
-    parser.add_argument("--kv-dtype", choices=list(DTYPES), default="float32")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--num-threads", type=int, default=0, help="0: torch's own choice")
-    parser.add_argument("--num-steps", type=int, default=5, help="timed steps; the median counts")
-    parser.add_argument("--output-json", help="write the measurements there")
-    arguments = parser.parse_args()
-    measurements = run(arguments)
-    if arguments.output_json:
-        with open(arguments.output_json, "w", encoding="utf-8") as file:
-            json.dump([asdict(measurement) for measurement in measurements], file, indent=2)
-            file.write("\n")
+    try:
+        backends = [choose_backend(name, device) for name in names]
+        for name in workloads:
+            for page_tokens in page_sizes or ((16, 32, 64, 128) if WORKLOADS[name].is_decode else (16,)):
+                measurements += measure(name, backends, page_tokens, kv_dtype, device, num_steps, peaks)
+                click.echo(f"{name}, pages of {page_tokens}: done", err=True)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from error
+    table = markdown(measurements)
+    click.echo(table)
+    if output_json:
+        rows = [asdict(measurement) for measurement in measurements]
+        Path(output_json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    if output_markdown:
+        Path(output_markdown).write_text(table + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 
@@ -191,7 +190,6 @@ class AttentionKernels:
         return query
 
 
-@functools.cache
 def attention_kernels() -> AttentionKernels | None:
     """Those of the library for this processor; None without one (`load_library` logs why)."""
     library = load_library()

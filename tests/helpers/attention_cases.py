@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -208,6 +209,7 @@ def make_case(
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def panel_indices(spec: KVCacheSpec, page_tokens: int, offset: int, *, of_values: bool) -> torch.Tensor:
     """Where in a page of panels token `offset` has its K (or V): int64 [num_kv_heads, dim], in elements.
 

@@ -101,7 +101,8 @@ def held_kv(loaded, row: int, layer: int, num_tokens: int) -> tuple[int, torch.T
     first = int(manager.first_kept[group, row])
     pages = torch.from_numpy(manager.tables[group, row, first : -(-num_tokens // PAGE_TOKENS)])
     assert (pages >= 0).all()
-    both = torch.cat([cache.keys[pages], cache.values[pages]], dim=-1).flatten(0, 1)
+    num_held = len(pages) * PAGE_TOKENS
+    both = torch.cat([cache.keys[pages].reshape(num_held, -1), cache.values[pages].reshape(num_held, -1)], dim=-1)
     return first * PAGE_TOKENS, both[: num_tokens - first * PAGE_TOKENS].clone()
 
 

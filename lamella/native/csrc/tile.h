@@ -12,7 +12,7 @@
 constexpr int ROW_TILE = VEC_LANES == 16 ? 12 : 6;
 constexpr int64_t BLOCK = 128;  // keys whose scores are held at once
 constexpr int64_t BLOCK_PANELS = BLOCK / PANEL;
-constexpr int TO_SECOND_LEVEL = 2;
+constexpr int TO_FIRST_LEVEL = 3;
 
 struct ScoreTile {
     const float* queries;  // [k_dim][ROW_TILE]
@@ -31,7 +31,7 @@ void score_rows(const ScoreTile& tile) {
     const int64_t ahead = tile.upcoming - tile.keys;
 #pragma GCC unroll 1
     for (; keys != stop; keys += PANEL, queries += ROW_TILE) {
-        __builtin_prefetch(keys + ahead, 0, TO_SECOND_LEVEL);
+        __builtin_prefetch(keys + ahead, 0, TO_FIRST_LEVEL);
         Vec key[PANEL_VECS];
 #pragma GCC unroll 4
         for (int vec = 0; vec < PANEL_VECS; vec++) key[vec] = load(keys + vec * VEC_LANES);
@@ -76,7 +76,7 @@ void add_values(const ValueTile& tile) {
         const float* const stop = tile.weights + token;
 #pragma GCC unroll 1
         for (; weights != stop; weights++, values += PANEL, upcoming += PANEL) {
-            __builtin_prefetch(upcoming, 0, TO_SECOND_LEVEL);
+            __builtin_prefetch(upcoming, 0, TO_FIRST_LEVEL);
             Vec value[PANEL_VECS];
 #pragma GCC unroll 4
             for (int vec = 0; vec < PANEL_VECS; vec++) value[vec] = load(values + vec * VEC_LANES);
