@@ -1,5 +1,5 @@
-"""On the native path a request's log-probabilities are the same bits whatever runs beside it, however its prompt is cut,
-and whatever of it was cached."""
+"""On the native path a request's log-probabilities are the same bits whatever runs beside it, however its prompt is
+cut, and whatever of it was cached."""
 
 from __future__ import annotations
 
