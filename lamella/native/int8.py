@@ -41,8 +41,12 @@ class Int8Weight:
 
     def dequantize(self) -> Tensor:
         """float32 [num_outputs, num_inputs]."""
+        return self.levels() * self.scales[: self.num_outputs, None]
+
+    def levels(self) -> Tensor:
+        """q: int8 [num_outputs, num_inputs]."""
         rows = self.panels.transpose(1, 2).flatten(2).flatten(0, 1)  # [num_panels * 16, padded inputs]
-        return (rows.float() * self.scales[:, None])[: self.num_outputs, : self.num_inputs]
+        return rows[: self.num_outputs, : self.num_inputs]
 
 
 def pack_panels(rows: Tensor) -> Tensor:

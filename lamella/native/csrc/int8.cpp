@@ -7,14 +7,12 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "int8_blocks.h"
 #include "int8_panels.h"
 
 namespace {
 
-constexpr int64_t DIRECT_ROWS = 4;                        // most rows that convert weights in registers
-constexpr int64_t TILE_ROWS = PANEL_VECS == 1 ? 12 : 6;   // sums in registers that hide the latency of an FMA
-constexpr int64_t BLOCK_STEPS = 256;                      // x 16 columns = 16 KiB of floats, half of an L1 cache
-constexpr int64_t BLOCK_ROWS = 192;                       // rows that pass over a converted block
+constexpr int64_t DIRECT_ROWS = 4;  // most rows that convert weights in registers
 
 struct Linear {
     const float* x;         // [num_rows][depth]
@@ -64,77 +62,13 @@ void run_direct(const Linear& linear) {
     }
 }
 
-// sums[ROWS][16] += x (packed, [steps][ROWS]) times block [steps][16].
-template <int ROWS>
-void add_tile(const float* x, const float* block, int64_t steps, float* sums) {
-    Vec tile[ROWS][PANEL_VECS];
-#pragma GCC unroll 12
-    for (int row = 0; row < ROWS; row++)
-        for (int vec = 0; vec < PANEL_VECS; vec++) tile[row][vec] = load(sums + row * PANEL + vec * VEC_LANES);
-#pragma GCC unroll 2
-    for (int64_t k = 0; k < steps; k++, x += ROWS, block += PANEL) {
-        Vec weights[PANEL_VECS];
-#pragma GCC unroll 4
-        for (int vec = 0; vec < PANEL_VECS; vec++) weights[vec] = load(block + vec * VEC_LANES);
-#pragma GCC unroll 12
-        for (int row = 0; row < ROWS; row++) {
-            const Vec value = broadcast(x[row]);
-#pragma GCC unroll 4
-            for (int vec = 0; vec < PANEL_VECS; vec++) tile[row][vec] = fma(value, weights[vec], tile[row][vec]);
-        }
-    }
-#pragma GCC unroll 12
-    for (int row = 0; row < ROWS; row++)
-        for (int vec = 0; vec < PANEL_VECS; vec++) store(sums + row * PANEL + vec * VEC_LANES, tile[row][vec]);
-}
-
-template <int ROWS>
-void add_rest(int64_t rows, const float* x, const float* block, int64_t steps, float* sums) {
-    if (rows == ROWS) return add_tile<ROWS>(x, block, steps, sums);
-    if constexpr (ROWS > 1) add_rest<ROWS - 1>(rows, x, block, steps, sums);
-}
-
-// Rows of a tile such that the last is about as full as the others: 8 rows are 4 and 4, not 6 and 2.
-int64_t even_tile(int64_t num_rows) {
-    const int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
-    return (num_rows + num_tiles - 1) / num_tiles;
-}
-
-// Rows of one tile, [depth][rows]: a step reads its rows' values side by side.
-void pack_rows(const float* x, int64_t depth, int64_t rows, float* packed) {
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t k = 0; k < depth; k++) packed[k * rows + row] = x[row * depth + k];
-}
-
-// [steps][16] floats of a panel; whole lines are written. Asks for the same lines of the next panel.
-void convert_block(const int8_t* line, int64_t panel_bytes, int64_t steps, float* block) {
-    for (int64_t k = 0; k < steps; k += LINE_STEPS, line += LINE_BYTES, block += LINE_STEPS * PANEL) {
-        __builtin_prefetch(line + panel_bytes, 0, 2);
-        for (int vec = 0; vec < PANEL_VECS; vec++) {
-            const IntVec lanes = load_lanes(line + vec * LAMELLA_VECTOR_BYTES);
-#pragma GCC unroll 4
-            for (int step = 0; step < LINE_STEPS; step++)
-                store(block + step * PANEL + vec * VEC_LANES, take_byte(lanes, step));
-        }
-    }
-}
-
 void multiply_panel(const Linear& linear, int64_t panel, int64_t first_row, int64_t num_rows, const float* packed,
-                    float* block, float* sums) {
-    const int64_t depth = linear.depth, tile_rows = even_tile(num_rows);
-    std::memset(sums, 0, num_rows * PANEL * sizeof(float));
-    for (int64_t begin = 0; begin < depth; begin += BLOCK_STEPS) {
-        const int64_t steps = std::min(BLOCK_STEPS, depth - begin);
-        convert_block(linear.panel_at(panel) + begin * PANEL, lines_of(depth) * LINE_BYTES, steps, block);
-        for (int64_t row = 0; row < num_rows; row += tile_rows) {
-            const int64_t rows = std::min(tile_rows, num_rows - row);
-            add_rest<TILE_ROWS>(rows, packed + row * depth + begin * rows, block, steps, sums + row * PANEL);
-        }
-    }
+                    Blocks& blocks) {
+    blocks.multiply(linear.panel_at(panel), linear.depth, packed, num_rows);
     for (int64_t row = 0; row < num_rows; row++) {
-        Vec finished[PANEL_VECS];
-        std::memcpy(finished, sums + row * PANEL, sizeof finished);
-        linear.finish(first_row + row, panel, finished);
+        Vec sums[PANEL_VECS];
+        std::memcpy(sums, blocks.sums + row * PANEL, sizeof sums);
+        linear.finish(first_row + row, panel, sums);
     }
 }
 
@@ -145,16 +79,16 @@ void run_blocks(const Linear& linear) {
     float* packed = static_cast<float*>(std::aligned_alloc(LINE_BYTES, (packed_bytes + LINE_BYTES) & -LINE_BYTES));
 #pragma omp parallel
     {
-        alignas(64) float block[BLOCK_STEPS * PANEL], sums[BLOCK_ROWS * PANEL];
+        Blocks blocks;
         for (int64_t first = 0; first < linear.num_rows; first += BLOCK_ROWS) {
             const int64_t num_rows = std::min(BLOCK_ROWS, linear.num_rows - first), tile_rows = even_tile(num_rows);
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < num_rows; row += tile_rows)
-                pack_rows(linear.x + (first + row) * depth, depth, std::min(tile_rows, num_rows - row),
+                pack_tile(linear.x + (first + row) * depth, depth, std::min(tile_rows, num_rows - row),
                           packed + row * depth);
 #pragma omp for schedule(dynamic, chunk)
             for (int64_t panel = 0; panel < num_panels; panel++)
-                multiply_panel(linear, panel, first, num_rows, packed, block, sums);
+                multiply_panel(linear, panel, first, num_rows, packed, blocks);
         }
     }
     std::free(packed);
