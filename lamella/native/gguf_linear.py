@@ -1,0 +1,182 @@
+"""Linear layers straight from the quantised blocks of a GGUF file: no float copy of the weights.
+
+Blocks are repacked once into panels of 16 outputs (csrc/gguf_blocks.cpp), at the same size within 3 %. The kernel
+unpacks each weight to the float that the format defines, so results equal those of a float layer on dequantised
+weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lamella.errors import ConfigError
+from lamella.native.arguments import require_library
+from lamella.native.int8 import ROWS_AT_ONCE, check_activations
+from lamella.native.library import PANEL, Int, Pointer
+
+GROUP_INPUTS = 32
+
+
+class Format(NamedTuple):
+    """A GGUF type: its number in the file, the inputs and bytes of a block there, and a panel's blocks."""
+
+    number: int
+    block_inputs: int
+    block_bytes: int
+    panel_inputs: int  # of a block of a panel
+    panel_words: int
+    repack: Callable[[np.ndarray], np.ndarray]  # uint8 [N, file blocks, bytes] -> uint32 [N, panel blocks, words]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GgufWeight:
+    """Weights [num_out, num_in] of a GGUF type, in panels."""
+
+    panels: Tensor  # int32 [ceil(num_out / 16), blocks, words, 16]
+    type_name: str
+    num_out: int
+    num_in: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.panels.nbytes
+
+
+def _join(fields: np.ndarray, bits: int) -> np.ndarray:
+    """[..., count] of small integers -> uint32 [..., count * bits / 32], the first in the lowest bits."""
+    per_word = 32 // bits
+    fields = fields.astype(np.uint32) & np.uint32((1 << bits) - 1)
+    fields = fields.reshape(*fields.shape[:-1], -1, per_word)
+    shifts = np.arange(per_word, dtype=np.uint32) * np.uint32(bits)
+    return np.bitwise_or.reduce(fields << shifts, axis=-1)
+
+
+def _halves(blocks: np.ndarray, offset: int) -> np.ndarray:
+    """The float16 at a byte of each block, as bits: uint32. Raises ConfigError where one is not finite."""
+    bits = blocks[..., offset].astype(np.uint32) | (blocks[..., offset + 1].astype(np.uint32) << 8)
+    if bool(((bits & 0x7C00) == 0x7C00).any()):
+        raise ConfigError("a block has a scale that is not finite; the weights must be finite")
+    return bits
+
+
+def _pair(scales: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Groups [N, groups] of scales, [N, groups, words] -> blocks of two: [N, pairs, 1 + 2 words]."""
+    missing = scales.shape[1] % 2
+    scales = np.pad(scales, ((0, 0), (0, missing))).reshape(scales.shape[0], -1, 2)
+    words = np.pad(words, ((0, 0), (0, missing), (0, 0))).reshape(words.shape[0], -1, 2 * words.shape[2])
+    return np.concatenate([scales[..., :1] | (scales[..., 1:] << 16), words], axis=-1)
+
+
+def _repack_q8_0(blocks: np.ndarray) -> np.ndarray:
+    return _pair(_halves(blocks, 0), _join(blocks[..., 2:], 8))
+
+
+def _repack_q5_0(blocks: np.ndarray) -> np.ndarray:
+    nibbles = np.concatenate([blocks[..., 6:] & 15, blocks[..., 6:] >> 4], axis=-1)
+    return _pair(_halves(blocks, 0), np.concatenate([_join(nibbles, 4), _join(blocks[..., 2:6], 8)], axis=-1))
+
+
+def _repack_q4_k(blocks: np.ndarray) -> np.ndarray:
+    ranges = _halves(blocks, 0) | (_halves(blocks, 2) << 16)
+    first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    factors = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=-1)
+    minima = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=-1)
+    bytes_ = blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 1, 32)
+    nibbles = np.concatenate([bytes_ & 15, bytes_ >> 4], axis=-2).reshape(*blocks.shape[:-1], 256)
+    return np.concatenate([ranges[..., None], _join(factors, 8), _join(minima, 8), _join(nibbles, 4)], axis=-1)
+
+
+def _repack_q6_k(blocks: np.ndarray) -> np.ndarray:
+    shape = blocks.shape[:-1]
+    low = blocks[..., :128].reshape(*shape, 2, 2, 32)  # half, which 32 bytes, byte
+    high = blocks[..., 128:192].reshape(*shape, 2, 1, 32)
+    nibbles = np.concatenate([low & 15, low >> 4], axis=-2).reshape(*shape, 8, 32)
+    tops = np.concatenate([high & 3, high >> 2 & 3, high >> 4 & 3, high >> 6], axis=-2).reshape(*shape, 8, 32)
+    groups = np.concatenate([_join(nibbles, 4), _join(tops, 2)], axis=-1).reshape(*shape, 48)
+    return np.concatenate([_halves(blocks, 208)[..., None], _join(blocks[..., 192:208], 8), groups], axis=-1)
+
+
+FORMATS = {
+    "Q5_0": Format(6, 32, 22, 64, 11, _repack_q5_0),
+    "Q8_0": Format(8, 32, 34, 64, 17, _repack_q8_0),
+    "Q4_K": Format(12, 256, 144, 256, 37, _repack_q4_k),
+    "Q6_K": Format(14, 256, 210, 256, 53, _repack_q6_k),
+}
+
+
+def pack_gguf(data: np.ndarray, type_name: str) -> GgufWeight:
+    """Blocks as a GGUF file has them, uint8 [num_out, bytes of a row], repacked.
+
+    Raises ConfigError for types other than Q8_0, Q5_0, Q4_K and Q6_K, and for rows that are not whole blocks.
+    """
+    form = FORMATS.get(type_name)
+    if form is None:
+        raise ConfigError(f"GGUF type {type_name} has no kernel; there are {', '.join(sorted(FORMATS))}")
+    if data.dtype != np.uint8 or data.ndim != 2 or data.size == 0 or data.shape[1] % form.block_bytes:
+        raise ConfigError(
+            f"data is {data.dtype} {list(data.shape)}; {type_name} takes uint8 [outputs, n * {form.block_bytes}]"
+        )
+    num_out, num_blocks = data.shape[0], data.shape[1] // form.block_bytes
+    num_in = num_blocks * form.block_inputs
+    num_panels = -(-num_out // PANEL)
+    panels = torch.empty(num_panels, -(-num_in // form.panel_inputs), form.panel_words, PANEL, dtype=torch.int32)
+    for begin in range(0, num_out, ROWS_AT_ONCE):
+        rows = data[begin : begin + ROWS_AT_ONCE].reshape(-1, num_blocks, form.block_bytes)
+        words = form.repack(np.pad(rows, ((0, -len(rows) % PANEL), (0, 0), (0, 0))))
+        part = torch.from_numpy(words.view(np.int32)).view(-1, PANEL, *words.shape[1:])
+        panels[begin // PANEL : begin // PANEL + part.shape[0]] = part.permute(0, 2, 3, 1)
+    return GgufWeight(panels, type_name, num_out, num_in)
+
+
+class _Functions(NamedTuple):
+    linear: Callable[..., None]
+    gather_rows: Callable[..., None]
+
+
+@functools.cache
+def _functions() -> _Functions:
+    library = require_library()
+    return _Functions(
+        library.function("gguf_linear", *[Pointer] * 3, *[Int] * 4),
+        library.function("gguf_gather_rows", *[Pointer] * 3, *[Int] * 3),
+    )
+
+
+def linear_gguf(x: Tensor, weight: GgufWeight) -> Tensor:
+    """x @ weight^T, float32 [..., num_out] of contiguous float32 [..., num_in]; meant for few rows.
+
+    Equals the chain sum = fma(x[k], w[k], sum) over the dequantised weights bit for bit, whatever the other rows and
+    threads. Raises ConfigError for other types or shapes.
+    """
+    check_activations(x, weight.num_in)
+    out = x.new_empty(*x.shape[:-1], weight.num_out)
+    _functions().linear(
+        x.data_ptr(), weight.panels.data_ptr(), out.data_ptr(), FORMATS[weight.type_name].number,
+        x.numel() // weight.num_in, weight.num_out, weight.num_in,
+    )  # fmt: skip
+    return out
+
+
+def gather_rows_gguf(weight: GgufWeight, ids: Tensor) -> Tensor:
+    """The weights of outputs `ids` (int64, any shape), dequantised: float32 [*ids.shape, num_in].
+
+    Raises ConfigError for other types, IndexError for ids outside of [0, num_out).
+    """
+    if ids.dtype != torch.int64:
+        raise ConfigError(f"ids are {ids.dtype}; rows are gathered by int64 ids")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.num_out:
+        raise IndexError(f"ids reach from {int(ids.min())} to {int(ids.max())}; rows are 0 to {weight.num_out - 1}")
+    ids = ids.contiguous()
+    out = torch.empty(*ids.shape, weight.num_in)
+    _functions().gather_rows(
+        weight.panels.data_ptr(), ids.data_ptr(), out.data_ptr(), FORMATS[weight.type_name].number, ids.numel(),
+        weight.num_in,
+    )  # fmt: skip
+    return out

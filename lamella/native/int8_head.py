@@ -1,0 +1,119 @@
+"""The best outputs of a float linear layer, read from int8 weights: exact greedy decoding at a quarter of the bytes.
+
+Columns that the int8 scores cannot rule out are scored again with the float weights: csrc/int8_head.cpp says how.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamella.errors import ConfigError
+from lamella.native.arguments import require_library
+from lamella.native.int8 import ROWS_AT_ONCE, Int8Weight, check_activations, quantize_int8
+from lamella.native.library import PANEL, Float, Int, Pointer
+
+MAX_BEST = 64  # csrc/int8_head.cpp
+UNIT_ROUNDOFF = 2.0**-24
+ENLARGED = 1 + 2.0**-20  # for products that the kernel rounds
+SMALLEST = torch.finfo(torch.float32).tiny
+
+
+class BestOutputs(NamedTuple):
+    ids: Tensor  # int64 [num_rows, k], the best first; of equal values the lowest id
+    values: Tensor  # float32 [num_rows, k]
+    num_rescored: Tensor  # int64 [num_rows]: columns scored with float weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Head:
+    """Float panels [ceil(N / 16), K, 16], shared with their owner, their int8 copy and what bounds its error."""
+
+    float_panels: Tensor
+    weight: Int8Weight
+    largest_slopes: Tensor  # float32 [ceil(N / 16) * 16]: error of the score per |x|_1
+    norm_slopes: Tensor  # the same per |x|_2
+    floor: float  # error where numbers underflow
+    largest: float  # the largest |weight|
+
+    def best(self, x: Tensor, num_best: int = 1) -> BestOutputs:
+        """The `num_best` largest outputs of each row of `x`, contiguous float32 [num_rows, K].
+
+        Ids and values equal those of the float layer's chain of fused multiply-adds bit for bit; NaN counts as the
+        largest, as in torch. Pays for few rows (about 8 and less). Raises ConfigError for other types, shapes, or a
+        `num_best` outside of 1 to min(64, outputs).
+        """
+        weight = self.weight
+        check_activations(x, weight.num_in)
+        if x.dim() != 2:
+            raise ConfigError(f"x is {list(x.shape)}; best outputs are found for [rows, {weight.num_in}]")
+        if not 1 <= num_best <= min(MAX_BEST, weight.num_out):
+            raise ConfigError(f"num_best is {num_best}; it can be 1 to {min(MAX_BEST, weight.num_out)}")
+        num_rows = x.shape[0]
+        ids = torch.empty(num_rows, num_best, dtype=torch.int64)
+        values = torch.empty(num_rows, num_best)
+        num_rescored = torch.empty(num_rows, dtype=torch.int64)
+        _function()(
+            x.data_ptr(), weight.panels.data_ptr(), weight.scales.data_ptr(), self.largest_slopes.data_ptr(),
+            self.norm_slopes.data_ptr(), self.float_panels.data_ptr(), ids.data_ptr(), values.data_ptr(),
+            num_rescored.data_ptr(), num_rows, weight.num_out, weight.num_in, num_best, self.floor,
+            self.largest,
+        )  # fmt: skip
+        return BestOutputs(ids, values, num_rescored)
+
+
+@functools.cache
+def _function() -> Callable[..., None]:
+    return require_library().function("int8_head", *[Pointer] * 9, *[Int] * 4, *[Float] * 2)
+
+
+def build_int8_head(float_panels: Tensor, num_out: int) -> Int8Head:
+    """Quantise the packed float weights [ceil(num_out / 16), K, 16]; they are kept, not copied.
+
+    Raises ConfigError for other types or shapes, and for weights that are not finite.
+    """
+    panels = float_panels
+    if panels.dtype != torch.float32 or panels.dim() != 3 or panels.shape[2] != PANEL or not panels.is_contiguous():
+        raise ConfigError(
+            f"float_panels are {panels.dtype} {list(panels.shape)}; "
+            "a head takes contiguous float32 [panels, inputs, 16]"
+        )
+    if not (panels.shape[0] - 1) * PANEL < num_out <= panels.shape[0] * PANEL:
+        raise ConfigError(f"num_out is {num_out}; {panels.shape[0]} panels hold {panels.shape[0] * PANEL}")
+    depth = panels.shape[1]
+    # every output of the last panel is quantised: those that only pad are cut off by the kernel
+    parts = []
+    slopes = []
+    largest = 0.0
+    for begin in range(0, panels.shape[0], ROWS_AT_ONCE // PANEL):
+        rows = panels[begin : begin + ROWS_AT_ONCE // PANEL].transpose(1, 2).reshape(-1, depth)
+        part = quantize_int8(rows)
+        parts.append(part)
+        slopes.append(_slopes(rows, part))
+        largest = max(largest, float(rows.abs().max()))
+    weight = Int8Weight(
+        torch.cat([part.panels for part in parts]), torch.cat([part.scales for part in parts]), num_out, depth
+    )
+    # a result below the normal range, or a factor that is flushed to zero, costs at most 2^-126 for each of K inputs,
+    # times the other factor; the flushed weights of a whole row are in its slope
+    floor = 4 * (depth + 2) * SMALLEST * max(1.0, largest)
+    return Int8Head(
+        panels, weight, torch.cat([a for a, _ in slopes]), torch.cat([b for _, b in slopes]), floor, largest
+    )
+
+
+def _slopes(rows: Tensor, part: Int8Weight) -> tuple[Tensor, Tensor]:
+    """The bound's factors of |x|_1 and |x|_2 for each row, from errors measured in float64."""
+    depth = rows.shape[1]
+    gamma = (depth + 8) * UNIT_ROUNDOFF / (1 - (depth + 8) * UNIT_ROUNDOFF)
+    exact = rows.double()
+    levels = part.levels().double()
+    error = exact - levels * part.scales.double()[:, None]
+    largest = (1 + 2 * gamma) * error.abs().amax(1) + 2 * gamma * exact.abs().amax(1) + 2 * SMALLEST
+    norm = (1 + 2 * gamma) * error.norm(dim=1) + 2 * gamma * exact.norm(dim=1) + 2 * SMALLEST * depth**0.5
+    return (largest * ENLARGED).float(), (norm * ENLARGED).float()
