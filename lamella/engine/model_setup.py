@@ -29,8 +29,7 @@ from lamella.model_executor.loading import (
 )
 from lamella.model_executor.model_config import ModelConfig, kv_sharing, layer_specs
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
-from lamella.model_executor.operators.native_operators import NativeOperators
-from lamella.model_executor.operators.torch_operators import TorchOperators
+from lamella.model_executor.operators.choice import choose_operators
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.tokenizer import Tokenizer
 
@@ -68,7 +67,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     backend = choose_backend(
         config.attention_backend, device, specs=attention_specs, dtype=dtype, page_tokens=config.page_size
     )
-    operators = NativeOperators() if backend.name == "native" else TorchOperators()
+    operators = choose_operators(config.quantization, backend.name)
     model = Gemma3ForCausalLM(model_config, dtype, operators)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="lamella-tokenizer") as pool:
         tokenizer_loading = pool.submit(load_tokenizer, tokenizer_source, cache_dir)

@@ -18,6 +18,7 @@ import torch
 from lamella.errors import ModelLoadError
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ALL_DTYPES = {**DTYPES, "I8": torch.int8, "I32": torch.int32}  # those of converted weights, too
 _MAX_HEADER_BYTES = 100_000_000
 _ALIGNMENT_BYTES = 64  # a cache line, for the kernels that read the mapped file
 
@@ -72,7 +73,7 @@ def write_safetensors_header(file: BinaryIO, tensors: Mapping[str, tuple[tuple[i
 
     Put wider dtypes first, so that every tensor is aligned to its own element.
     """
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {dtype: name for name, dtype in ALL_DTYPES.items()}
     header, offset = {}, 0
     for name, (shape, dtype) in tensors.items():
         end = offset + prod(shape) * dtype.itemsize

@@ -14,7 +14,7 @@ import torch
 from lamella.errors import ModelLoadError
 from lamella.model_executor.cache_folder import entry_path, written_entry
 from lamella.model_executor.checkpoint import Checkpoint
-from lamella.model_executor.safetensors_files import DTYPES, read_safetensors_header, write_safetensors_header
+from lamella.model_executor.safetensors_files import ALL_DTYPES, read_safetensors_header, write_safetensors_header
 from lamella.model_executor.weight_conversion import ParameterPlan, converted_pieces
 from lamella.model_executor.weight_forms import StoredTensor, WeightForm, formed_pieces
 
@@ -38,7 +38,7 @@ def read_weight_entry(path: Path, stored: Mapping[str, StoredTensor]) -> dict[st
     except ModelLoadError as error:
         logger.info("converted weights are damaged and will be made anew: %s", error)
         return None
-    found = {name: (entry.shape, DTYPES.get(entry.dtype_name)) for name, entry in entries.items()}
+    found = {name: (entry.shape, ALL_DTYPES.get(entry.dtype_name)) for name, entry in entries.items()}
     if found != dict(stored):
         logger.info("converted weights at %s are for another shape of the model and will be made anew", path)
         return None

@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional
 
 from lamella.model_executor.weight_conversion import Piece, is_norm
-
-PANEL = 16  # rows that are interleaved, a column of them side by side
+from lamella.native.int8 import LINE_STEPS, quantize_int8
+from lamella.native.library import PANEL
 
 
 class StoredTensor(NamedTuple):
@@ -72,6 +72,29 @@ class Panels:
 
     def convert(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"weight": rows.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()}
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Panels:
+    """int8 with a scale for each output, in the panels of lamella.native.int8.
+
+    weight int8 [panels, ceil(num_in / 4), 16, 4], scales float32 [panels * 16].
+    """
+
+    name: str = "int8"
+    row_multiple: int = PANEL
+
+    def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
+        num_out, num_in = shape
+        num_panels = -(-num_out // PANEL)
+        return {
+            "weight": StoredTensor((num_panels, -(-num_in // LINE_STEPS), PANEL, LINE_STEPS), torch.int8),
+            "scales": StoredTensor((num_panels * PANEL,), torch.float32),
+        }
+
+    def convert(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        weight = quantize_int8(rows)
+        return {"weight": weight.panels, "scales": weight.scales}
 
 
 def stored_tensors(

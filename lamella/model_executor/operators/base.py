@@ -43,6 +43,7 @@ class Projection(nn.Module):
     """A linear layer's weight [num_out, num_in], stored in the form that the operators want."""
 
     weight: torch.Tensor
+    scales: torch.Tensor  # where the form has them
 
     def __init__(self, num_out: int, num_in: int, operators: Operators, dtype: torch.dtype) -> None:
         super().__init__()

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from lamella.attention.native_backend import HeadTransform
-from lamella.model_executor.operators.base import HeadShape, Norm, Projection, Rotary, StepAttention
-from lamella.model_executor.weight_forms import Panels
-from lamella.native.elementwise import add_norm, gated_activation, softcap
-from lamella.native.linear import PackedWeight, gather_rows, linear, linear_topk
+from lamella.model_executor.operators.base import (
+    HeadScores,
+    HeadShape,
+    Norm,
+    Projection,
+    Rotary,
+    StepAttention,
+)
+from lamella.model_executor.operators.linear_kinds import LinearKind
+from lamella.model_executor.weight_forms import WeightForm
+from lamella.native.elementwise import add_norm, gated_activation
 
 
 class NativeOperators:
     name = "native"
-    weight_form = Panels()
+
+    def __init__(self, kind: LinearKind) -> None:
+        self._kind = kind
+
+    @property
+    def weight_form(self) -> WeightForm:
+        return self._kind.weight_form
 
     def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
-        return gather_rows(_packed(table), token_ids, scale)
+        return self._kind.gather(table, token_ids, scale)
 
     def linear(self, weight: Projection, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, _packed(weight))
+        return self._kind.linear(weight, x, 0, weight.num_out)
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return add_norm(x, None, None, norm.weight, norm.eps)
@@ -45,55 +56,15 @@ class NativeOperators:
         rotary: Rotary,
         output_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        weight = _packed(projection)
         query_norm, key_norm = norms
         transform = HeadTransform(query_norm.weight, key_norm.weight, query_norm.eps, *rotary)
         if output_rows is None:
-            return attention.fused(layer, linear(x, weight), transform).flatten(1)
-        # K and V of all, Q of the rows that are wanted: panels lie one after the other, so both are parts of one weight
+            return attention.fused(layer, self.linear(projection, x), transform).flatten(1)
+        # K and V of all, Q of the rows that are wanted.
         num_query = heads.sizes[0]
-        queries = linear(x[output_rows], _part(weight, 0, num_query))
-        keys_values = linear(x, _part(weight, num_query, weight.num_out))
+        queries = self._kind.linear(projection, x[output_rows], 0, num_query)
+        keys_values = self._kind.linear(projection, x, num_query, projection.num_out)
         return attention.fused_outputs(layer, queries, keys_values, transform, output_rows).flatten(1)
 
-    def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> NativeScores:
-        return NativeScores(_packed(weight), hidden, softcap)
-
-
-@dataclass(frozen=True, slots=True)
-class NativeScores:
-    """See HeadScores. cap: the logits' soft-cap."""
-
-    weight: PackedWeight
-    hidden: torch.Tensor
-    cap: float | None
-
-    @property
-    def num_rows(self) -> int:
-        return self.hidden.shape[0]
-
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        scores = linear(self.hidden[rows], self.weight)
-        return scores if self.cap is None else softcap(scores, self.cap)
-
-    def largest(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, values = self.top(rows, 1)
-        return ids[:, 0], values[:, 0]
-
-    def top(self, rows: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.cap is not None:
-            # A cap can make different scores equal, and then the lower id counts: all must be seen.
-            values, ids = self.logits(rows).sort(dim=1, descending=True, stable=True)
-            return ids[:, :num_top], values[:, :num_top]
-        found = linear_topk(self.hidden[rows], self.weight, min(num_top, self.weight.num_out))
-        return found.ids, found.values
-
-
-def _packed(projection: Projection) -> PackedWeight:
-    return PackedWeight(projection.weight, projection.num_out, projection.num_in)
-
-
-def _part(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
-    """Outputs [start, stop), start a multiple of a panel."""
-    panel = weight.data.shape[2]
-    return PackedWeight(weight.data[start // panel : -(-stop // panel)], stop - start, weight.num_in)
+    def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
+        return self._kind.head(weight, hidden, softcap)

@@ -1,0 +1,33 @@
+"""Which operators a model runs on."""
+
+from __future__ import annotations
+
+from lamella.errors import ConfigError
+from lamella.model_executor.operators.base import Operators
+
+QUANTIZATIONS = (None, "none", "int8", "w8a8")
+
+
+def choose_operators(quantization: str | None, backend_name: str) -> Operators:
+    """The operators that go with the attention backend `backend_name`.
+
+    Raises ConfigError for a quantization that they do not have.
+    """
+    if backend_name != "native":
+        if quantization not in (None, "none"):
+            raise ConfigError(
+                f"quantization={quantization!r} needs the native CPU path, and attention runs on {backend_name!r} here "
+                "(the log says why); leave quantization out, or see attention_backend='native' for what is in the way"
+            )
+        from lamella.model_executor.operators.torch_operators import TorchOperators
+
+        return TorchOperators()
+    from lamella.model_executor.operators.linear_kinds import Float32Linear, Int8Linear, LinearKind
+    from lamella.model_executor.operators.native_operators import NativeOperators
+
+    kind: LinearKind = Float32Linear()
+    if quantization == "int8":
+        kind = Int8Linear()
+    elif quantization == "w8a8":
+        kind = Int8Linear(activations="int8")
+    return NativeOperators(kind)

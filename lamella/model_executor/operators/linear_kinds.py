@@ -1,0 +1,88 @@
+"""The kinds of linear layer that the native kernels have: what a weight is stored as, and how it is multiplied with.
+
+| kind | weights | activations | of a row of the result |
+|---|---|---|---|
+| float32 | float32 | float32 | one chain of fused multiply-adds over the inputs |
+| int8 | int8, a scale for each output | float32 | the same chain over the rounded weights |
+| w8a8 | int8, a scale for each output | int8, a scale for 128 inputs | exact integer sums |
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from lamella.model_executor.operators.base import HeadScores, Projection
+from lamella.model_executor.operators.native_heads import NativeScores
+from lamella.model_executor.weight_forms import Int8Panels, Panels, WeightForm
+from lamella.native.int8 import Int8Weight, gather_rows_int8, linear_int8
+from lamella.native.library import PANEL
+from lamella.native.linear import PackedWeight, gather_rows, linear, linear_topk
+from lamella.native.w8a8 import linear_w8a8
+
+
+class LinearKind(Protocol):
+    """x float32 [T, num_in]; outputs float32."""
+
+    @property
+    def weight_form(self) -> WeightForm: ...
+
+    def linear(self, weight: Projection, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Outputs [start, stop) of the layer: [T, stop - start]. start is a multiple of a panel."""
+        ...
+
+    def gather(self, weight: Projection, ids: torch.Tensor, scale: float) -> torch.Tensor:
+        """weight[ids] * scale, ids int64 [T]."""
+        ...
+
+    def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores: ...
+
+
+class Float32Linear:
+    weight_form = Panels()
+
+    def linear(self, weight: Projection, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return linear(x, _packed(weight, start, stop))
+
+    def gather(self, weight: Projection, ids: torch.Tensor, scale: float) -> torch.Tensor:
+        return gather_rows(_packed(weight, 0, weight.num_out), ids, scale)
+
+    def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
+        packed = _packed(weight, 0, weight.num_out)
+
+        def top(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+            found = linear_topk(x, packed, count)
+            return found.ids, found.values
+
+        return NativeScores(hidden, weight.num_out, softcap, lambda x: linear(x, packed), top)
+
+
+class Int8Linear:
+    """activations: "float32", or "int8" for w8a8. The language model's head always has float32 activations."""
+
+    weight_form = Int8Panels()
+
+    def __init__(self, activations: str = "float32") -> None:
+        self._multiply = linear_w8a8 if activations == "int8" else linear_int8
+
+    def linear(self, weight: Projection, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return self._multiply(x, _int8(weight, start, stop))
+
+    def gather(self, weight: Projection, ids: torch.Tensor, scale: float) -> torch.Tensor:
+        return gather_rows_int8(_int8(weight, 0, weight.num_out), ids).mul_(scale)
+
+    def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
+        int8 = _int8(weight, 0, weight.num_out)
+        return NativeScores(hidden, weight.num_out, softcap, lambda x: linear_int8(x, int8), None)
+
+
+def _packed(weight: Projection, start: int, stop: int) -> PackedWeight:
+    return PackedWeight(weight.weight[start // PANEL : -(-stop // PANEL)], stop - start, weight.num_in)
+
+
+def _int8(weight: Projection, start: int, stop: int) -> Int8Weight:
+    first, last = start // PANEL, -(-stop // PANEL)
+    return Int8Weight(
+        weight.weight[first:last], weight.scales[first * PANEL : last * PANEL], stop - start, weight.num_in
+    )
