@@ -1,7 +1,7 @@
 // Linear layers straight from GGUF blocks, repacked into panels of 16 outputs with (nearly) the same bytes.
 //
 // A weight is unpacked in registers to the very float that the format defines, and every output is the chain
-// sum = fma(x[k], w[k], sum), k ascending: results equal, bit for bit, those of the float kernel on dequantised weights.
+// sum = fma(x[k], w[k], sum), k ascending: results equal those of the float kernel on dequantised weights bit for bit.
 //
 // A panel is [block][word][16 outputs] of int32: a lane holds bit fields of one output, neighbouring inputs from the
 // lowest bits up. Inputs come in groups of 32; a chunk is 8 of them.
@@ -157,83 +157,58 @@ int64_t panel_words(const Linear& linear) {
     return (linear.num_groups() + Format::GROUPS - 1) / Format::GROUPS * Format::WORDS * PANEL;
 }
 
-template <class Format, int ROWS, int PANELS>
+// ROWS rows with one panel. A second panel would hide latencies, but its fields no longer fit into 16 registers.
+template <class Format, int ROWS>
 void multiply(const Linear& linear, int64_t first_row, int64_t panel) {
-    Vec sums[ROWS][PANELS][PANEL_VECS] = {};
+    Vec sums[ROWS][PANEL_VECS] = {};
     const int64_t panel_size = panel_words<Format>(linear), num_groups = linear.num_groups();
     const float* x = linear.x + first_row * linear.depth;
     for (int64_t begin = 0; begin < num_groups; begin += Format::GROUPS) {
         const int32_t* block = linear.panels + panel * panel_size + begin / Format::GROUPS * Format::WORDS * PANEL;
-        // the panels that follow: one is too short for the processor to notice the stream
-        for (int index = 0; index < PANELS; index++)
-            for (int word = 0; word < Format::WORDS; word++)
-                __builtin_prefetch(block + (PANELS + index) * panel_size + word * PANEL, 0, 2);
+        // the next panel: one is too short for the processor to notice the stream
+        for (int word = 0; word < Format::WORDS; word++) __builtin_prefetch(block + panel_size + word * PANEL, 0, 2);
         const int groups = int(std::min<int64_t>(Format::GROUPS, num_groups - begin));
         for (int group = 0; group < groups; group++) {
-            typename Format::Scale scales[PANELS][PANEL_VECS];
-            for (int index = 0; index < PANELS; index++)
-                for (int vec = 0; vec < PANEL_VECS; vec++)
-                    scales[index][vec] = Format::scale(block + index * panel_size + vec * VEC_LANES, group);
+            typename Format::Scale scales[PANEL_VECS];
+            for (int vec = 0; vec < PANEL_VECS; vec++) scales[vec] = Format::scale(block + vec * VEC_LANES, group);
             for (int part = 0; part < GROUP_STEPS / CHUNK_STEPS; part++, x += CHUNK_STEPS) {
-                typename Format::Chunk chunks[PANELS][PANEL_VECS];
+                typename Format::Chunk chunks[PANEL_VECS];
 #pragma GCC unroll 4
-                for (int index = 0; index < PANELS; index++)
-#pragma GCC unroll 4
-                    for (int vec = 0; vec < PANEL_VECS; vec++)
-                        chunks[index][vec] = Format::chunk(block + index * panel_size + vec * VEC_LANES, group, part,
-                                                           scales[index][vec]);
+                for (int vec = 0; vec < PANEL_VECS; vec++)
+                    chunks[vec] = Format::chunk(block + vec * VEC_LANES, group, part, scales[vec]);
 #pragma GCC unroll 8
                 for (int step = 0; step < CHUNK_STEPS; step++)
 #pragma GCC unroll 4
-                    for (int index = 0; index < PANELS; index++)
+                    for (int vec = 0; vec < PANEL_VECS; vec++) {
+                        const Vec weight = Format::Chunk::of(chunks[vec], step);
 #pragma GCC unroll 4
-                        for (int vec = 0; vec < PANEL_VECS; vec++) {
-                            const Vec weight = Format::Chunk::of(chunks[index][vec], step);
-#pragma GCC unroll 4
-                            for (int row = 0; row < ROWS; row++)
-                                sums[row][index][vec] =
-                                    fma(broadcast(x[row * linear.depth + step]), weight, sums[row][index][vec]);
-                        }
+                        for (int row = 0; row < ROWS; row++)
+                            sums[row][vec] = fma(broadcast(x[row * linear.depth + step]), weight, sums[row][vec]);
+                    }
             }
         }
     }
+    const int64_t column = panel * PANEL, width = std::min<int64_t>(PANEL, linear.num_columns - column);
     for (int row = 0; row < ROWS; row++)
-        for (int index = 0; index < PANELS; index++) {
-            const int64_t column = (panel + index) * PANEL, width = std::min<int64_t>(PANEL, linear.num_columns - column);
-            std::memcpy(linear.out + (first_row + row) * linear.num_columns + column, sums[row][index],
-                        width * sizeof(float));
-        }
-}
-
-template <class Format>
-void multiply_rows(const Linear& linear, int64_t panel) {
-    const int64_t num_tiles = (linear.num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
-    for (int64_t tile = 0; tile < num_tiles; tile++) {
-        const int64_t row = linear.num_rows * tile / num_tiles, end = linear.num_rows * (tile + 1) / num_tiles;
-        switch (end - row) {
-            case 1: multiply<Format, 1, 1>(linear, row, panel); break;
-            case 2: multiply<Format, 2, 1>(linear, row, panel); break;
-            case 3: multiply<Format, 3, 1>(linear, row, panel); break;
-            default: multiply<Format, 4, 1>(linear, row, panel);
-        }
-    }
+        std::memcpy(linear.out + (first_row + row) * linear.num_columns + column, sums[row], width * sizeof(float));
 }
 
 template <class Format>
 void run(const Linear& linear) {
-    const int64_t num_pairs = (linear.num_panels() + 1) / 2;
-    const int64_t chunk = std::max<int64_t>(1, num_pairs / (16 * omp_get_max_threads()));
+    const int64_t num_panels = linear.num_panels();
+    const int64_t num_tiles = (linear.num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    const int64_t chunk = std::max<int64_t>(1, num_panels / (16 * omp_get_max_threads()));
 #pragma omp parallel for schedule(dynamic, chunk)
-    for (int64_t pair = 0; pair < num_pairs; pair++) {
-        const int64_t panel = 2 * pair;
-        const bool whole = panel + 1 < linear.num_panels();
-        if (linear.num_rows == 1 && whole) {
-            multiply<Format, 1, 2>(linear, 0, panel);
-        } else {
-            multiply_rows<Format>(linear, panel);
-            if (whole) multiply_rows<Format>(linear, panel + 1);
+    for (int64_t panel = 0; panel < num_panels; panel++)
+        for (int64_t tile = 0; tile < num_tiles; tile++) {
+            const int64_t row = linear.num_rows * tile / num_tiles, end = linear.num_rows * (tile + 1) / num_tiles;
+            switch (end - row) {
+                case 1: multiply<Format, 1>(linear, row, panel); break;
+                case 2: multiply<Format, 2>(linear, row, panel); break;
+                case 3: multiply<Format, 3>(linear, row, panel); break;
+                default: multiply<Format, 4>(linear, row, panel);
+            }
         }
-    }
 }
 
 template <class Format>

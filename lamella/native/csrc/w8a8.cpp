@@ -132,7 +132,8 @@ LAMELLA_EXPORT void lamella_w8a8_linear(const float* x, const int8_t* panels, co
     const int64_t chunk = std::max<int64_t>(1, num_panels / (16 * omp_get_max_threads()));
     const int64_t block_rows = std::min(BLOCK_ROWS, num_rows);
     const int64_t word_bytes = block_rows * num_groups * GROUP_PAIRS * sizeof(int32_t);
-    void* memory = std::aligned_alloc(LINE_BYTES, (word_bytes + block_rows * num_groups * 4 + 2 * LINE_BYTES) & -LINE_BYTES);
+    const int64_t scale_bytes = block_rows * num_groups * sizeof(float);
+    void* memory = std::aligned_alloc(LINE_BYTES, (word_bytes + scale_bytes + LINE_BYTES) & -LINE_BYTES);
     const Activations activations{static_cast<int32_t*>(memory),
                                   reinterpret_cast<float*>(static_cast<char*>(memory) + word_bytes)};
 #pragma omp parallel
@@ -143,7 +144,8 @@ LAMELLA_EXPORT void lamella_w8a8_linear(const float* x, const int8_t* panels, co
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < rows_here; row += tile_rows)
                 quantize_tile(linear, first + row, std::min(tile_rows, rows_here - row),
-                              activations.words + row * num_groups * GROUP_PAIRS, activations.scales + row * num_groups);
+                              activations.words + row * num_groups * GROUP_PAIRS,
+                              activations.scales + row * num_groups);
 #pragma omp for schedule(dynamic, chunk)
             for (int64_t panel = 0; panel < num_panels; panel++)
                 multiply_panel(linear, panel, first, rows_here, activations, scratch);
