@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from lamella.errors import ModelLoadError
@@ -116,6 +117,14 @@ class GgufCheckpoint:
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self._data.read_rows(self.tensors[name].stored_name, start, stop)
+
+    def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of a matrix as the file has them: uint8 [n, bytes of a row], a view."""
+        return self._data.read_blocks(self.tensors[name].stored_name, start, stop)
+
+    def type_name(self, name: str) -> str:
+        """ggml's name of the storage format."""
+        return self._data.type_name(self.tensors[name].stored_name)
 
 
 def _without_prefix(name: str) -> str:

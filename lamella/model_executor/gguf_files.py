@@ -198,19 +198,31 @@ class GgufTensorData:
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) along the first dimension: float16 where stored so, else float32. A copy."""
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         tensor = self._tensors[name]
-        storage = GGMLQuantizationType(tensor.type_id)
-        block_elements, block_bytes = GGML_QUANT_SIZES[storage]
-        row_bytes = tensor.shape[-1] // block_elements * block_bytes
         # A vector is one row of blocks, and is read whole.
         first, last = (0, 1) if len(tensor.shape) == 1 else (start, stop)
-        raw = self._data[tensor.offset_bytes + first * row_bytes : tensor.offset_bytes + last * row_bytes]
+        raw = self.read_blocks(name, first, last)
         if tensor.type_id in _UNQUANTISED:
             values = raw.view(_UNQUANTISED[tensor.type_id]).copy()
         else:
-            values = dequantize(raw.reshape(last - first, row_bytes), storage)
+            values = dequantize(raw, GGMLQuantizationType(tensor.type_id))
         rows = torch.from_numpy(values)
         return rows.flatten()[start:stop] if len(tensor.shape) == 1 else rows.view(last - first, tensor.shape[-1])
+
+    def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) as they are stored: uint8 [n, bytes of a row]; a view of the file. A vector is one row."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        tensor = self._tensors[name]
+        block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type_id)]
+        row_bytes = tensor.shape[-1] // block_elements * block_bytes
+        raw = self._data[tensor.offset_bytes + start * row_bytes : tensor.offset_bytes + stop * row_bytes]
+        return raw.reshape(stop - start, row_bytes)
+
+    def type_name(self, name: str) -> str:
+        from gguf import GGMLQuantizationType
+
+        return GGMLQuantizationType(self._tensors[name].type_id).name

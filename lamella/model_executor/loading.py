@@ -27,8 +27,8 @@ from lamella.model_executor.model_source import ModelSource, resolve_model
 from lamella.model_executor.safetensors_files import DTYPES
 from lamella.model_executor.tokenizer import Tokenizer, load_tokenizer
 from lamella.model_executor.weight_cache import read_weight_entry, weight_entry_path, write_weight_entry
-from lamella.model_executor.weight_conversion import converted_pieces, plan_parameters
-from lamella.model_executor.weight_forms import RowMajor, WeightForm, formed_in_memory, stored_tensors
+from lamella.model_executor.weight_conversion import plan_parameters
+from lamella.model_executor.weight_forms import RowForm, RowMajor, WeightForm, collect, formed_pieces, stored_tensors
 
 __all__ = [
     "ModelSource",
@@ -97,7 +97,9 @@ def load_weights(
         raise ConfigError(f"dtype={dtype} cannot be computed with; use torch.float32, torch.float16 or torch.bfloat16")
     if source.kind == "dummy":
         stored = stored_tensors(expected_shapes, dtype, form)
-        return formed_in_memory(dummy_pieces(expected_shapes, dtype), stored, form)
+        if not isinstance(form, RowForm):
+            raise ConfigError(f"random weights cannot be made in the form of {form.name!r}; they have no file")
+        return collect(formed_pieces(dummy_pieces(expected_shapes, dtype), form), stored)
     entry = _weight_entry(source, dtype, form, cache_dir or default_cache_dir())
     if entry is not None:
         weights = read_weight_entry(entry, stored_tensors(expected_shapes, dtype, form))
@@ -116,7 +118,7 @@ def load_weights(
         else:
             if (weights := read_weight_entry(entry, stored)) is not None:
                 return weights
-    return formed_in_memory(converted_pieces(checkpoint, plans), stored, form)
+    return collect(form.pieces(checkpoint, plans), stored)
 
 
 def _weight_entry(source: ModelSource, dtype: torch.dtype, form: WeightForm, cache_dir: Path) -> Path | None:

@@ -15,8 +15,8 @@ from lamella.errors import ModelLoadError
 from lamella.model_executor.cache_folder import entry_path, written_entry
 from lamella.model_executor.checkpoint import Checkpoint
 from lamella.model_executor.safetensors_files import ALL_DTYPES, read_safetensors_header, write_safetensors_header
-from lamella.model_executor.weight_conversion import ParameterPlan, converted_pieces
-from lamella.model_executor.weight_forms import StoredTensor, WeightForm, formed_pieces
+from lamella.model_executor.weight_conversion import ParameterPlan
+from lamella.model_executor.weight_forms import StoredTensor, WeightForm
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def write_weight_entry(
     """
     with written_entry(path) as file:
         write_safetensors_header(file, stored)
-        for _, part in formed_pieces(converted_pieces(checkpoint, plans), form):
+        for _, part in form.pieces(checkpoint, plans):
             file.write(part.contiguous().view(torch.uint8).numpy().data)
 
 

@@ -101,8 +101,16 @@ def plan_parameters(
     return sorted(plans, key=lambda plan: -plan.dtype.itemsize)
 
 
-def _parts_of(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[Part, ...]:
+def part_names(name: str) -> tuple[str, ...]:
+    """The checkpoint's tensors that the parameter `name` is made of, first rows first."""
     for fused, names in _FUSED.items():
+        if fused in name:
+            return tuple(name.replace(fused, part) for part in names)
+    return (name,)
+
+
+def _parts_of(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[Part, ...]:
+    for fused in _FUSED:
         if fused in name:
             if fused == "mlp.gate_up_proj":
                 rows: tuple[int, ...] = (config.intermediate_size,) * 2
@@ -113,7 +121,7 @@ def _parts_of(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[P
                 raise ModelLoadError(
                     f"{name}: the model expects {shape[0]} rows, the configuration gives {' + '.join(map(str, rows))}"
                 )
-            return tuple(Part(name.replace(fused, part), num_rows) for part, num_rows in zip(names, rows, strict=True))
+            return tuple(Part(part, num_rows) for part, num_rows in zip(part_names(name), rows, strict=True))
     return (Part(name, shape[0]),)
 
 

@@ -6,6 +6,7 @@ weight is never held twice.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -13,7 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
-from lamella.model_executor.weight_conversion import Piece, is_norm
+from lamella.model_executor.checkpoint import Checkpoint
+from lamella.model_executor.weight_conversion import ParameterPlan, Piece, converted_pieces, is_norm
 from lamella.native.int8 import LINE_STEPS, quantize_int8
 from lamella.native.library import PANEL
 
@@ -29,44 +31,54 @@ class WeightForm(Protocol):
         """Part of the cache entry's name."""
         ...
 
-    @property
-    def row_multiple(self) -> int:
-        """Rows are converted in multiples of so many."""
+    def tensors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
+        """What is stored for the weight `name` of `shape` [num_out, num_in]: what its name ends in, instead of "weight"
+        -> shape and dtype."""
         ...
 
-    def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
-        """What is stored for a weight of `shape` [num_out, num_in]: what its name ends in -> shape and dtype."""
+    def pieces(self, checkpoint: Checkpoint, plans: Iterable[ParameterPlan]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(stored tensor's name, its next part) of every parameter, tensor by tensor in the order of `tensors`; parts
+        follow each other along the first dimension."""
         ...
 
+
+class RowForm(ABC):
+    """A form that is made of float rows, whatever they come from."""
+
+    row_multiple: int  # rows are converted in multiples of so many
+
+    @abstractmethod
     def convert(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The part of each tensor that stands for `rows` [n, num_in], n a multiple of row_multiple; parts follow each
         other along the first dimension."""
-        ...
+
+    def pieces(self, checkpoint: Checkpoint, plans: Iterable[ParameterPlan]) -> Iterator[tuple[str, torch.Tensor]]:
+        return formed_pieces(converted_pieces(checkpoint, plans), self)
 
 
-@dataclass(frozen=True, slots=True)
-class RowMajor:
+@dataclass(frozen=True)
+class RowMajor(RowForm):
     """As checkpoints have it: [num_out, num_in]."""
 
     name: str = "rows"
     row_multiple: int = 1
 
-    def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def tensors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
         return {"weight": StoredTensor(shape, dtype)}
 
     def convert(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"weight": rows}
 
 
-@dataclass(frozen=True, slots=True)
-class Panels:
+@dataclass(frozen=True)
+class Panels(RowForm):
     """Panels of 16 rows, [ceil(num_out / 16), num_in, 16], the last padded with zeros: what the native kernels read
     from the first byte to the last."""
 
     name: str = "panels"
     row_multiple: int = PANEL
 
-    def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def tensors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
         num_out, num_in = shape
         return {"weight": StoredTensor((-(-num_out // PANEL), num_in, PANEL), dtype)}
 
@@ -74,8 +86,8 @@ class Panels:
         return {"weight": rows.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()}
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Panels:
+@dataclass(frozen=True)
+class Int8Panels(RowForm):
     """int8 with a scale for each output, in the panels of lamella.native.int8.
 
     weight int8 [panels, ceil(num_in / 4), 16, 4], scales float32 [panels * 16].
@@ -84,7 +96,7 @@ class Int8Panels:
     name: str = "int8"
     row_multiple: int = PANEL
 
-    def tensors(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
+    def tensors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
         num_out, num_in = shape
         num_panels = -(-num_out // PANEL)
         return {
@@ -107,11 +119,11 @@ def stored_tensors(
             stored[name] = StoredTensor(tuple(shape), torch.float32)
             continue
         base = name.removesuffix("weight")
-        stored.update({base + ending: tensor for ending, tensor in form.tensors(tuple(shape), dtype).items()})
+        stored.update({base + ending: tensor for ending, tensor in form.tensors(name, tuple(shape), dtype).items()})
     return stored
 
 
-def formed_pieces(pieces: Iterable[Piece], form: WeightForm) -> Iterator[tuple[str, torch.Tensor]]:
+def formed_pieces(pieces: Iterable[Piece], form: RowForm) -> Iterator[tuple[str, torch.Tensor]]:
     """(stored tensor's name, its next part) of parameters whose pieces come in order, parameter by parameter.
 
     The tensors of one parameter follow each other whole, in the order of `WeightForm.tensors`.
@@ -140,13 +152,11 @@ def formed_pieces(pieces: Iterable[Piece], form: WeightForm) -> Iterator[tuple[s
             later.clear()
 
 
-def formed_in_memory(
-    pieces: Iterable[Piece], stored: Mapping[str, StoredTensor], form: WeightForm
-) -> dict[str, torch.Tensor]:
+def collect(pieces: Iterable[tuple[str, torch.Tensor]], stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
     """The tensors in `stored`, with memory of their own."""
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored.items()}
     filled = dict.fromkeys(stored, 0)
-    for name, part in formed_pieces(pieces, form):
+    for name, part in pieces:
         start = filled[name]
         tensors[name][start : start + len(part)] = part
         filled[name] = start + len(part)

@@ -3,7 +3,7 @@ four norms a layer, tied embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -21,29 +21,32 @@ from lamella.model_executor.operators.base import (
     StepAttention,
 )
 
+# name, outputs, inputs -> a layer of the model's own kind
+MakeProjection = Callable[[str, int, int], Projection]
+
 
 class _Attention(nn.Module):
-    def __init__(self, config: ModelConfig, operators: Operators, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, config: ModelConfig, make: MakeProjection) -> None:
         super().__init__()
         self.heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
-        self.qkv_proj = Projection(sum(self.heads.sizes), config.hidden_size, operators, dtype)
-        self.o_proj = Projection(config.hidden_size, self.heads.sizes[0], operators, dtype)
+        self.qkv_proj = make(f"{name}.qkv_proj", sum(self.heads.sizes), config.hidden_size)
+        self.o_proj = make(f"{name}.o_proj", config.hidden_size, self.heads.sizes[0])
         self.q_norm = Norm(config.head_dim, config.rms_norm_eps)
         self.k_norm = Norm(config.head_dim, config.rms_norm_eps)
 
 
 class _MLP(nn.Module):
-    def __init__(self, config: ModelConfig, operators: Operators, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, config: ModelConfig, make: MakeProjection) -> None:
         super().__init__()
-        self.gate_up_proj = Projection(2 * config.intermediate_size, config.hidden_size, operators, dtype)
-        self.down_proj = Projection(config.hidden_size, config.intermediate_size, operators, dtype)
+        self.gate_up_proj = make(f"{name}.gate_up_proj", 2 * config.intermediate_size, config.hidden_size)
+        self.down_proj = make(f"{name}.down_proj", config.hidden_size, config.intermediate_size)
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: ModelConfig, operators: Operators, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, config: ModelConfig, make: MakeProjection) -> None:
         super().__init__()
-        self.self_attn = _Attention(config, operators, dtype)
-        self.mlp = _MLP(config, operators, dtype)
+        self.self_attn = _Attention(f"{name}.self_attn", config, make)
+        self.mlp = _MLP(f"{name}.mlp", config, make)
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.pre_feedforward_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
@@ -55,17 +58,19 @@ class Gemma3ForCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, operators: Operators) -> None:
         super().__init__()
+
+        def make(name: str, num_out: int, num_in: int) -> Projection:
+            return Projection(f"{name}.weight", num_out, num_in, operators, dtype)
+
         self.config = config
         self.dtype = dtype
         self.operators = operators
-        self.embed_tokens = Projection(config.vocab_size, config.hidden_size, operators, dtype)
+        self.embed_tokens = make("embed_tokens", config.vocab_size, config.hidden_size)
         self.ropes = [(layer.rope_theta, layer.rope_scale) for layer in config.layers]
-        self._stack = [_Layer(config, operators, dtype) for _ in range(config.num_layers)]
+        self._stack = [_Layer(f"layers.{layer}", config, make) for layer in range(config.num_layers)]
         self.layers = nn.ModuleList(self._stack)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = (
-            None if config.tie_word_embeddings else Projection(config.vocab_size, config.hidden_size, operators, dtype)
-        )
+        self.lm_head = None if config.tie_word_embeddings else make("lm_head", config.vocab_size, config.hidden_size)
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of each parameter, weights as [num_out, num_in] whatever form they are stored in."""

@@ -45,13 +45,15 @@ class Projection(nn.Module):
     weight: torch.Tensor
     scales: torch.Tensor  # where the form has them
 
-    def __init__(self, num_out: int, num_in: int, operators: Operators, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, num_out: int, num_in: int, operators: Operators, dtype: torch.dtype) -> None:
+        """name: of the weight in the model, "layers.0.mlp.down_proj.weight"."""
         super().__init__()
+        self.name = name
         self.num_out = num_out
         self.num_in = num_in
-        for name, (shape, stored_dtype) in operators.weight_form.tensors((num_out, num_in), dtype).items():
+        for ending, (shape, stored_dtype) in operators.weight_form.tensors(name, (num_out, num_in), dtype).items():
             empty = torch.empty(shape, dtype=stored_dtype, device="meta")
-            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+            self.register_parameter(ending, nn.Parameter(empty, requires_grad=False))
 
 
 class HeadScores(Protocol):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from lamella.errors import ConfigError
+from lamella.model_executor.model_source import ModelSource
 from lamella.model_executor.operators.base import Operators
 
-QUANTIZATIONS = (None, "none", "int8", "w8a8")
+QUANTIZATIONS = (None, "none", "int8", "w8a8", "gguf")
 
 
-def choose_operators(quantization: str | None, backend_name: str) -> Operators:
-    """The operators that go with the attention backend `backend_name`.
+def choose_operators(quantization: str | None, backend_name: str, source: ModelSource) -> Operators:
+    """The operators that go with the attention backend `backend_name`, for the weights of `source`.
 
     Raises ConfigError for a quantization that they do not have.
     """
@@ -30,4 +31,15 @@ def choose_operators(quantization: str | None, backend_name: str) -> Operators:
         kind = Int8Linear()
     elif quantization == "w8a8":
         kind = Int8Linear(activations="int8")
+    elif quantization == "gguf":
+        if source.kind != "gguf":
+            raise ConfigError(
+                f"quantization='gguf' keeps the blocks of a GGUF file, and the weights of {source.folder} are of kind "
+                f"{source.kind!r}; give a .gguf file as the model, or quantization='int8'"
+            )
+        from lamella.model_executor.checkpoint import GgufCheckpoint
+        from lamella.model_executor.gguf_form import GgufBlocks
+        from lamella.model_executor.operators.gguf_kind import GgufLinear
+
+        kind = GgufLinear(GgufBlocks(GgufCheckpoint(source.paths[0])))
     return NativeOperators(kind)

@@ -1,0 +1,50 @@
+"""Linear layers on the blocks of a GGUF file: bit for bit what float32 layers on the dequantised weights give."""
+
+from __future__ import annotations
+
+import torch
+
+from lamella.model_executor.gguf_form import BlockPart, GgufBlocks
+from lamella.model_executor.operators.base import HeadScores, Projection
+from lamella.model_executor.operators.native_heads import NativeScores
+from lamella.native.gguf_linear import FORMATS, GgufWeight, gather_rows_gguf, linear_gguf
+from lamella.native.library import PANEL
+from lamella.native.linear import PackedWeight, gather_rows, linear
+
+
+class GgufLinear:
+    def __init__(self, weight_form: GgufBlocks) -> None:
+        self.weight_form = weight_form
+
+    def linear(self, weight: Projection, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        x = x.contiguous()
+        outputs = [
+            _multiply(x, _part(weight, part, max(start, part.start), min(stop, part.stop)))
+            for part in self.weight_form.parts(weight.name)
+            if part.start < stop and start < part.stop
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def gather(self, weight: Projection, ids: torch.Tensor, scale: float) -> torch.Tensor:
+        (part,) = self.weight_form.parts(weight.name)
+        table = _part(weight, part, part.start, part.stop)
+        if isinstance(table, PackedWeight):
+            return gather_rows(table, ids, scale)
+        return gather_rows_gguf(table, ids).mul_(scale)
+
+    def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
+        return NativeScores(
+            hidden, weight.num_out, softcap, lambda x: self.linear(weight, x, 0, weight.num_out), find_top=None
+        )
+
+
+def _multiply(x: torch.Tensor, weight: GgufWeight | PackedWeight) -> torch.Tensor:
+    return linear(x, weight) if isinstance(weight, PackedWeight) else linear_gguf(x, weight)
+
+
+def _part(weight: Projection, part: BlockPart, start: int, stop: int) -> GgufWeight | PackedWeight:
+    """Outputs [start, stop) of the layer, which lie in `part`, start a multiple of a panel from its beginning."""
+    panels = getattr(weight, part.ending)[(start - part.start) // PANEL : -(-(stop - part.start) // PANEL)]
+    if part.type_name in FORMATS:
+        return GgufWeight(panels, part.type_name, stop - start, weight.num_in)
+    return PackedWeight(panels, stop - start, weight.num_in)
