@@ -67,7 +67,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     backend = choose_backend(
         config.attention_backend, device, specs=attention_specs, dtype=dtype, page_tokens=config.page_size
     )
-    operators = choose_operators(config.quantization, backend.name, source)
+    operators = choose_operators(config.quantization, backend.name, source, model_config)
     model = Gemma3ForCausalLM(model_config, dtype, operators)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="lamella-tokenizer") as pool:
         tokenizer_loading = pool.submit(load_tokenizer, tokenizer_source, cache_dir)

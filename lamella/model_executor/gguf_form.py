@@ -79,5 +79,5 @@ class GgufBlocks:
         if type_name == _FLOAT:
             rows = checkpoint.read_rows(name, start, stop).float()
             rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % PANEL))
-            return Panels().convert(rows)["weight"]
+            return Panels().convert(name, rows)["weight"]
         return pack_gguf(checkpoint.read_blocks(name, start, stop), type_name).panels

@@ -17,7 +17,10 @@ from torch.nn import functional
 from lamella.model_executor.checkpoint import Checkpoint
 from lamella.model_executor.weight_conversion import ParameterPlan, Piece, converted_pieces, is_norm
 from lamella.native.int8 import LINE_STEPS, quantize_int8
+from lamella.native.int8_head import quantize_head_rows
 from lamella.native.library import PANEL
+
+HEAD_ENDINGS = ("head_levels", "head_scales", "head_largest_slopes", "head_norm_slopes")
 
 
 class StoredTensor(NamedTuple):
@@ -48,9 +51,9 @@ class RowForm(ABC):
     row_multiple: int  # rows are converted in multiples of so many
 
     @abstractmethod
-    def convert(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The part of each tensor that stands for `rows` [n, num_in], n a multiple of row_multiple; parts follow each
-        other along the first dimension."""
+    def convert(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The part of each tensor that stands for `rows` [n, num_in] of the weight `name`, n a multiple of row_multiple;
+        parts follow each other along the first dimension."""
 
     def pieces(self, checkpoint: Checkpoint, plans: Iterable[ParameterPlan]) -> Iterator[tuple[str, torch.Tensor]]:
         return formed_pieces(converted_pieces(checkpoint, plans), self)
@@ -66,24 +69,38 @@ class RowMajor(RowForm):
     def tensors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
         return {"weight": StoredTensor(shape, dtype)}
 
-    def convert(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def convert(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"weight": rows}
 
 
 @dataclass(frozen=True)
 class Panels(RowForm):
     """Panels of 16 rows, [ceil(num_out / 16), num_in, 16], the last padded with zeros: what the native kernels read
-    from the first byte to the last."""
+    from the first byte to the last.
 
+    head: name of the language model's head. For few requests its largest scores are read from int8 weights and a bound
+    on their error (lamella.native.int8_head): those are stored as well, a quarter more.
+    """
+
+    head: str | None = None
     name: str = "panels"
     row_multiple: int = PANEL
 
     def tensors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
         num_out, num_in = shape
-        return {"weight": StoredTensor((-(-num_out // PANEL), num_in, PANEL), dtype)}
+        num_panels = -(-num_out // PANEL)
+        stored = {"weight": StoredTensor((num_panels, num_in, PANEL), dtype)}
+        if name == self.head:
+            levels = Int8Panels().tensors(name, shape, dtype)
+            slopes = StoredTensor((num_panels * PANEL,), torch.float32)
+            stored |= dict(zip(HEAD_ENDINGS, (levels["weight"], levels["scales"], slopes, slopes), strict=True))
+        return stored
 
-    def convert(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"weight": rows.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()}
+    def convert(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = {"weight": rows.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()}
+        if name == self.head:
+            parts |= dict(zip(HEAD_ENDINGS, quantize_head_rows(rows), strict=True))
+        return parts
 
 
 @dataclass(frozen=True)
@@ -104,7 +121,7 @@ class Int8Panels(RowForm):
             "scales": StoredTensor((num_panels * PANEL,), torch.float32),
         }
 
-    def convert(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def convert(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         weight = quantize_int8(rows)
         return {"weight": weight.panels, "scales": weight.scales}
 
@@ -142,7 +159,7 @@ def formed_pieces(pieces: Iterable[Piece], form: RowForm) -> Iterator[tuple[str,
         num_whole = len(values) // form.row_multiple * form.row_multiple
         left = values[num_whole:].clone() if num_whole < len(values) else None
         if num_whole:
-            (ending, part), *others = form.convert(values[:num_whole]).items()
+            (ending, part), *others = form.convert(plan.name, values[:num_whole]).items()
             base = plan.name.removesuffix("weight")
             yield base + ending, part
             later += [(base + other, other_part) for other, other_part in others]

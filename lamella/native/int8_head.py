@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lamella.errors import ConfigError
 from lamella.native.arguments import require_library
-from lamella.native.int8 import ROWS_AT_ONCE, Int8Weight, check_activations, quantize_int8
+from lamella.native.int8 import LEVELS, ROWS_AT_ONCE, Int8Weight, check_activations, quantize_int8
 from lamella.native.library import PANEL, Float, Int, Pointer
 
 MAX_BEST = 64  # csrc/int8_head.cpp
@@ -30,6 +30,13 @@ class BestOutputs(NamedTuple):
     num_rescored: Tensor  # int64 [num_rows]: columns scored with float weights
 
 
+class HeadTensors(NamedTuple):
+    panels: Tensor  # see Int8Weight
+    scales: Tensor
+    largest_slopes: Tensor  # see Int8Head
+    norm_slopes: Tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Head:
     """Float panels [ceil(N / 16), K, 16], shared with their owner, their int8 copy and what bounds its error."""
@@ -39,7 +46,7 @@ class Int8Head:
     largest_slopes: Tensor  # float32 [ceil(N / 16) * 16]: error of the score per |x|_1
     norm_slopes: Tensor  # the same per |x|_2
     floor: float  # error where numbers underflow
-    largest: float  # the largest |weight|
+    largest: float  # at least the largest |weight|
 
     def best(self, x: Tensor, num_best: int = 1) -> BestOutputs:
         """The `num_best` largest outputs of each row of `x`, contiguous float32 [num_rows, K].
@@ -75,7 +82,7 @@ def _function() -> Callable[..., None]:
 def build_int8_head(float_panels: Tensor, num_out: int) -> Int8Head:
     """Quantise the packed float weights [ceil(num_out / 16), K, 16]; they are kept, not copied.
 
-    Raises ConfigError for other types or shapes, and for weights that are not finite.
+    Raises ConfigError for other types or shapes.
     """
     panels = float_panels
     if panels.dtype != torch.float32 or panels.dim() != 3 or panels.shape[2] != PANEL or not panels.is_contiguous():
@@ -85,26 +92,37 @@ def build_int8_head(float_panels: Tensor, num_out: int) -> Int8Head:
         )
     if not (panels.shape[0] - 1) * PANEL < num_out <= panels.shape[0] * PANEL:
         raise ConfigError(f"num_out is {num_out}; {panels.shape[0]} panels hold {panels.shape[0] * PANEL}")
-    depth = panels.shape[1]
     # every output of the last panel is quantised: those that only pad are cut off by the kernel
     parts = []
-    slopes = []
-    largest = 0.0
     for begin in range(0, panels.shape[0], ROWS_AT_ONCE // PANEL):
-        rows = panels[begin : begin + ROWS_AT_ONCE // PANEL].transpose(1, 2).reshape(-1, depth)
-        part = quantize_int8(rows)
-        parts.append(part)
-        slopes.append(_slopes(rows, part))
-        largest = max(largest, float(rows.abs().max()))
-    weight = Int8Weight(
-        torch.cat([part.panels for part in parts]), torch.cat([part.scales for part in parts]), num_out, depth
-    )
+        part = panels[begin : begin + ROWS_AT_ONCE // PANEL]
+        parts.append(quantize_head_rows(part.transpose(1, 2).reshape(-1, panels.shape[1])))
+    return assemble_head(panels, HeadTensors(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))), num_out)
+
+
+def quantize_head_rows(rows: Tensor) -> HeadTensors:
+    """What an Int8Head has beside the float weights, for `rows` float32 [n, K], n a multiple of 16. Parts for rows that
+    follow each other are concatenated along the first dimension.
+
+    A row with NaN or infinity gets zeros and an infinite error, so it is always scored with float weights.
+    """
+    is_finite = rows.isfinite().all(dim=1)
+    rows = rows.masked_fill(~is_finite[:, None], 0.0)
+    part = quantize_int8(rows)
+    slopes = [slope.masked_fill(~is_finite, torch.inf) for slope in _slopes(rows, part)]
+    return HeadTensors(part.panels, part.scales, *slopes)
+
+
+def assemble_head(float_panels: Tensor, tensors: HeadTensors, num_out: int) -> Int8Head:
+    depth = float_panels.shape[1]
+    largest = float(tensors.scales.max()) * LEVELS * ENLARGED
+    if not bool(tensors.largest_slopes.isfinite().all()):
+        largest = float("inf")
     # a result below the normal range, or a factor that is flushed to zero, costs at most 2^-126 for each of K inputs,
     # times the other factor; the flushed weights of a whole row are in its slope
     floor = 4 * (depth + 2) * SMALLEST * max(1.0, largest)
-    return Int8Head(
-        panels, weight, torch.cat([a for a, _ in slopes]), torch.cat([b for _, b in slopes]), floor, largest
-    )
+    weight = Int8Weight(tensors.panels, tensors.scales, num_out, depth)
+    return Int8Head(float_panels, weight, tensors.largest_slopes, tensors.norm_slopes, floor, largest)
 
 
 def _slopes(rows: Tensor, part: Int8Weight) -> tuple[Tensor, Tensor]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from lamella.errors import ConfigError
+from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.model_source import ModelSource
 from lamella.model_executor.operators.base import Operators
 
 QUANTIZATIONS = (None, "none", "int8", "w8a8", "gguf")
 
 
-def choose_operators(quantization: str | None, backend_name: str, source: ModelSource) -> Operators:
+def choose_operators(
+    quantization: str | None, backend_name: str, source: ModelSource, model_config: ModelConfig
+) -> Operators:
     """The operators that go with the attention backend `backend_name`, for the weights of `source`.
 
     Raises ConfigError for a quantization that they do not have.
@@ -26,7 +29,7 @@ def choose_operators(quantization: str | None, backend_name: str, source: ModelS
     from lamella.model_executor.operators.linear_kinds import Float32Linear, Int8Linear, LinearKind
     from lamella.model_executor.operators.native_operators import NativeOperators
 
-    kind: LinearKind = Float32Linear()
+    kind: LinearKind = Float32Linear("embed_tokens.weight" if model_config.tie_word_embeddings else "lm_head.weight")
     if quantization == "int8":
         kind = Int8Linear()
     elif quantization == "w8a8":

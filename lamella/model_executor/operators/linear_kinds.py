@@ -15,11 +15,14 @@ import torch
 
 from lamella.model_executor.operators.base import HeadScores, Projection
 from lamella.model_executor.operators.native_heads import NativeScores
-from lamella.model_executor.weight_forms import Int8Panels, Panels, WeightForm
+from lamella.model_executor.weight_forms import HEAD_ENDINGS, Int8Panels, Panels, WeightForm
 from lamella.native.int8 import Int8Weight, gather_rows_int8, linear_int8
+from lamella.native.int8_head import HeadTensors, Int8Head, assemble_head
 from lamella.native.library import PANEL
 from lamella.native.linear import PackedWeight, gather_rows, linear, linear_topk
 from lamella.native.w8a8 import linear_w8a8
+
+MAX_INT8_HEAD_ROWS = 16  # above, reading the float weights costs no more than int8 scores (docs/cpu.md)
 
 
 class LinearKind(Protocol):
@@ -40,7 +43,11 @@ class LinearKind(Protocol):
 
 
 class Float32Linear:
-    weight_form = Panels()
+    """head_name: the parameter that is the language model's head."""
+
+    def __init__(self, head_name: str) -> None:
+        self.weight_form = Panels(head=head_name)
+        self._int8_head: Int8Head | None = None
 
     def linear(self, weight: Projection, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         return linear(x, _packed(weight, start, stop))
@@ -52,6 +59,11 @@ class Float32Linear:
         packed = _packed(weight, 0, weight.num_out)
 
         def top(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if len(x) <= MAX_INT8_HEAD_ROWS and weight.name == self.weight_form.head:
+                if self._int8_head is None:
+                    self._int8_head = _int8_head(weight)
+                best = self._int8_head.best(x, count)
+                return best.ids, best.values
             found = linear_topk(x, packed, count)
             return found.ids, found.values
 
@@ -75,6 +87,11 @@ class Int8Linear:
     def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
         int8 = _int8(weight, 0, weight.num_out)
         return NativeScores(hidden, weight.num_out, softcap, lambda x: linear_int8(x, int8), None)
+
+
+def _int8_head(weight: Projection) -> Int8Head:
+    tensors = HeadTensors(*(getattr(weight, ending) for ending in HEAD_ENDINGS))
+    return assemble_head(weight.weight, tensors, weight.num_out)
 
 
 def _packed(weight: Projection, start: int, stop: int) -> PackedWeight:
