@@ -52,8 +52,8 @@ class RowForm(ABC):
 
     @abstractmethod
     def convert(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The part of each tensor that stands for `rows` [n, num_in] of the weight `name`, n a multiple of row_multiple;
-        parts follow each other along the first dimension."""
+        """The part of each tensor that stands for `rows` [n, num_in] of the weight `name`, n a multiple of
+        row_multiple; parts follow each other along the first dimension."""
 
     def pieces(self, checkpoint: Checkpoint, plans: Iterable[ParameterPlan]) -> Iterator[tuple[str, torch.Tensor]]:
         return formed_pieces(converted_pieces(checkpoint, plans), self)
@@ -146,7 +146,7 @@ def formed_pieces(pieces: Iterable[Piece], form: RowForm) -> Iterator[tuple[str,
     The tensors of one parameter follow each other whole, in the order of `WeightForm.tensors`.
     """
     left: torch.Tensor | None = None  # rows that do not make a panel yet
-    later: list[tuple[str, torch.Tensor]] = []  # parts of a parameter's second tensor and further ones
+    later: dict[str, list[torch.Tensor]] = {}  # parts of a parameter's second tensor and further ones
     for plan, row_start, values in pieces:
         if is_norm(plan.name):
             yield plan.name, values
@@ -162,10 +162,11 @@ def formed_pieces(pieces: Iterable[Piece], form: RowForm) -> Iterator[tuple[str,
             (ending, part), *others = form.convert(plan.name, values[:num_whole]).items()
             base = plan.name.removesuffix("weight")
             yield base + ending, part
-            later += [(base + other, other_part) for other, other_part in others]
+            for other, other_part in others:
+                later.setdefault(base + other, []).append(other_part)
         if is_last:
-            later.sort(key=lambda one: one[0])  # stable: parts stay in order
-            yield from later
+            for name, parts in later.items():
+                yield from ((name, part) for part in parts)
             later.clear()
 
 

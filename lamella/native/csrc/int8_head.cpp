@@ -296,6 +296,7 @@ LAMELLA_EXPORT void lamella_int8_head(const float* x, const int8_t* panels, cons
             complete = true;
             for (const auto& of_thread : scans) complete &= !of_thread[next].overflowed;
             if (complete) best = join(head, scans, next);
+            complete &= int64_t(best.size()) >= num_best;  // fewer only where NaN came into the weights' copy
             next++;
         }
         num_rescored[row] = complete ? int64_t(best.size()) : num_columns;
