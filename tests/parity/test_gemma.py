@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from lamella import LLM, SamplingParams
+from lamella.native.library import load_library
 from tests.parity.harness import compare_greedy, load_cases
 
 CASES = load_cases()
@@ -132,3 +133,21 @@ def test_every_variation_on_all_prompts(arguments):
 def test_batch_of_one_on_all_prompts():
     with engine(max_num_seqs=1) as llm:
         compare_greedy(runner(llm, batch=1), CASES)
+
+
+@pytest.mark.skipif(load_library() is None, reason="GGUF blocks are multiplied with by the native kernels")
+def test_gguf_blocks_give_the_bits_of_float32_weights():
+    """The file's own blocks and their float32 copy: log-probabilities are equal, float for float."""
+    prompts = [case.prompt_token_ids for case in SHORT[:3]]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=4)
+    found = []
+    for quantization in (None, "gguf"):
+        with engine(quantization=quantization) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append(
+            [
+                [{token: entry.logprob for token, entry in step.items()} for step in output.outputs[0].logprobs]
+                for output in outputs
+            ]
+        )
+    assert found[0] == found[1]
