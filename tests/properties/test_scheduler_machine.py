@@ -33,6 +33,13 @@ MAX_MODEL_LEN = 70
 BASES = [[(7 * base + 3 * i * (base + 1)) % 50 for i in range(60)] for base in range(3)]
 
 
+def last_of_each_kind(specs) -> dict[int, int]:
+    """Every last layer of its kind reads the KV of the first."""
+    first = {spec: layer for layer, spec in reversed(list(enumerate(specs)))}
+    last = {spec: layer for layer, spec in enumerate(specs)}
+    return {last[spec]: first[spec] for spec in first if last[spec] != first[spec]}
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         specs=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=6),
@@ -45,8 +52,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "prefix"]),
         retention=st.sampled_from([("tails",), ("tails", None, False), ("tails", 10), ("all",), ("none",)]),
         replay=st.sampled_from([True, True, False]),
+        step_tokens=st.sampled_from([0, 6, 16, 40, 40]),
+        shares_kv=st.sampled_from([False, False, True]),
     )
-    def start(self, specs, page_tokens, extra_slabs, retention, policy, replay, caching, **sizes):
+    def start(self, specs, page_tokens, extra_slabs, retention, policy, replay, caching, shares_kv, **sizes):
         self.simulation = Simulation(
             specs,
             page_tokens=page_tokens,
@@ -56,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduling_policy=policy,
             retention=RetentionPolicy(*retention),
             windowed_replay=replay,
+            kv_sharing=last_of_each_kind(specs) if shares_kv else None,
             **sizes,
         )
         self.expected: dict[str, list[int]] = {}
