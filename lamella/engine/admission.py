@@ -8,7 +8,6 @@ from lamella.engine.request import Request
 from lamella.engine.request_rows import RequestRows
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.prefix_tree import PrefixMatch
-from lamella.kv_cache.row_pages import IDLE_FACTOR
 from lamella.kv_cache.sizing import request_pages
 from lamella.kv_cache.spec import ceil_div
 
@@ -64,8 +63,8 @@ class Admission:
         manager = self._manager
         if not manager.tree.windowed_groups:
             return sys.maxsize
-        # Half of what idles: their full-attention KV needs room as well.
-        num_tokens = sliding_tokens(manager, manager.idle_bytes() / IDLE_FACTOR)
+        # Not all that idles: their full-attention KV needs room as well.
+        num_tokens = sliding_tokens(manager, manager.idle_bytes() / manager.idle_factor)
         if not manager.step_pages.num_tokens:
             return max(num_tokens, sliding_tokens(manager, arena_bytes(manager) * MAX_CHUNK_SHARE))
         return max(num_tokens, manager.step_pages.num_tokens)

@@ -16,7 +16,8 @@ from lamella.kv_cache.spec import ceil_div
 from lamella.kv_cache.step_pages import StepPages
 
 
-# Memory idles for a chunk if there is so much of it per byte of sliding KV that only the chunk's step needs.
+# Memory idles for a chunk if there is so much of it per byte of sliding KV that only the chunk's step needs, beside
+# what else the chunk takes.
 IDLE_FACTOR = 2
 
 
@@ -56,6 +57,7 @@ class RowPages:
         self.arena = Arena(layout, num_slabs, slab_quota=slab_quota)
         self.step_pages = StepPages(layout, num_slabs, step_pages_bytes)
         self._first_step_page = self.step_pages.first_page
+        self.idle_factor = IDLE_FACTOR
         # Row -> its step pages: (group, first block, block after the last). For the time of a step.
         self.step_blocks: dict[int, list[tuple[int, int, int]]] = {}
         # Row -> pages per group that it took for the step alone, because memory was idle.
@@ -134,17 +136,32 @@ class RowPages:
     def _extend_for_chunk(self, row: int, num_computed: int, end: int) -> bool:
         """`_extend` for the tokens [num_computed, end). Windowed blocks that only this step needs get step pages, as
         far as there are any, unless memory idles: then they get pages that serve as cache afterwards."""
+        num_blocks = ceil_div(end, self.page_tokens)
         passing = self._passing_blocks(row, num_computed, end)
         if not passing:
-            return self._extend(row, ceil_div(end, self.page_tokens))
+            return self._extend(row, num_blocks)
+        if self._is_idle_for(row, num_blocks, passing) and self._give_chunk(row, num_blocks, passing, []):
+            return True
         before = self.step_pages.state()
-        given: list[tuple[int, int, list[int]]] = []
-        if not self._is_idle_for(passing):
-            given = [
-                (group, first, self.step_pages.take(group, min(last - first, self.step_pages.num_left(group))))
-                for group, first, last in passing
-            ]
-        old, num_blocks = self._num_blocks_at[row], ceil_div(end, self.page_tokens)
+        given = [
+            (group, first, self.step_pages.take(group, min(last - first, self.step_pages.num_left(group))))
+            for group, first, last in passing
+        ]
+        if self._give_chunk(row, num_blocks, passing, given):
+            return True
+        self.step_pages.restore(before)
+        return False
+
+    def _give_chunk(
+        self,
+        row: int,
+        num_blocks: int,
+        passing: Sequence[tuple[int, int, int]],
+        given: Sequence[tuple[int, int, list[int]]],
+    ) -> bool:
+        """Put the step pages `given` (group, first block, pages) into the row's tables and own pages for its other
+        blocks up to `num_blocks`, or do nothing."""
+        old = self._num_blocks_at[row]
         spans = []
         for group, kept in enumerate(self._first_kept_at):
             start = max(old, kept[row])
@@ -154,7 +171,6 @@ class RowPages:
                     start = first + len(pages)
             spans.append((group, start, num_blocks))
         if not self._own_pages(row, [span for span in spans if span[1] < span[2]]):
-            self.step_pages.restore(before)
             return False
         self._num_blocks_at[row] = num_blocks
         num_passing = [0] * self.num_groups
@@ -191,10 +207,14 @@ class RowPages:
                 start = max(start, kept_end // page_tokens)
         return passing
 
-    def _is_idle_for(self, passing: Sequence[tuple[int, int, int]]) -> bool:
-        groups = self.layout.groups
-        num_bytes = sum((last - first) * groups[group].page_bytes for group, first, last in passing)
-        return self.idle_bytes() >= IDLE_FACTOR * num_bytes
+    def _is_idle_for(self, row: int, num_blocks: int, passing: Sequence[tuple[int, int, int]]) -> bool:
+        groups, old = self.layout.groups, self._num_blocks_at[row]
+        passing_bytes = sum((last - first) * groups[group].page_bytes for group, first, last in passing)
+        all_bytes = sum(
+            (num_blocks - max(old, kept[row])) * group.page_bytes
+            for group, kept in zip(groups, self._first_kept_at, strict=True)
+        )
+        return self.idle_bytes() >= all_bytes - passing_bytes + self.idle_factor * passing_bytes
 
     def idle_bytes(self) -> int:
         """Memory that is free, or spare pages'."""

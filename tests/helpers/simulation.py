@@ -44,6 +44,7 @@ class Simulation:
 
     extra_slabs: the arena's size beyond what one request of max_model_len needs at least (in slabs).
     step_tokens: prompt tokens of a step for which there are step pages, beyond that.
+    never_idle: use step pages wherever there are any, however much memory is free.
     kv_sharing: see build_layout.
     retention: None: "tails" without spare pages, for what idle memory still has would hide what is kept on purpose.
     """
@@ -63,6 +64,7 @@ class Simulation:
         retention: RetentionPolicy | None = None,
         windowed_replay: bool = True,
         step_tokens: int = 0,
+        never_idle: bool = False,
         kv_sharing: dict[int, int] | None = None,
     ) -> None:
         layout = build_layout(specs, page_tokens=page_tokens, kv_sharing=kv_sharing)
@@ -81,6 +83,8 @@ class Simulation:
             windowed_replay=windowed_replay, step_pages_bytes=region_bytes(layout, step_tokens),
             retention=RetentionPolicy(spare=False) if retention is None else retention,
         )  # fmt: skip
+        if never_idle:
+            self.manager.idle_factor = 10**9
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max(chunk_tokens, max_num_seqs),
             max_model_len=max_model_len, chunk_tokens=max(pool.chunk_tokens, min(chunk_tokens, step_tokens)),

@@ -43,16 +43,17 @@ def last_of_each_kind(specs) -> dict[int, int]:
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         specs=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=6),
-        page_tokens=st.sampled_from([1, 3, 16]),
+        page_tokens=st.sampled_from([1, 3, 3, 16]),
         extra_slabs=st.sampled_from([0, 1, 3, 8, 40, 400, 400]),
-        chunk_tokens=st.sampled_from([4, 5, 16, 40]),
+        chunk_tokens=st.sampled_from([4, 5, 16, 40, 40]),
         max_num_seqs=st.sampled_from([1, 2, 4]),
         interval_tokens=st.sampled_from([None, 1, 6, 20]),
         caching=st.sampled_from([True, True, True, False]),
         policy=st.sampled_from(["fcfs", "prefix"]),
         retention=st.sampled_from([("tails",), ("tails", None, False), ("tails", 10), ("all",), ("none",)]),
         replay=st.sampled_from([True, True, False]),
-        step_tokens=st.sampled_from([0, 6, 16, 40, 40]),
+        step_tokens=st.sampled_from([0, 6, 24, 48, 48]),
+        never_idle=st.sampled_from([True, True, False]),
         shares_kv=st.sampled_from([False, False, True]),
     )
     def start(self, specs, page_tokens, extra_slabs, retention, policy, replay, caching, shares_kv, **sizes):
