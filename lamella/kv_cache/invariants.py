@@ -103,8 +103,6 @@ def _check_step_pages(manager: HybridBlockManager) -> None:
         for block in range(first, last)
     }
     _require({one[:3] for one in found} == named, "the step pages in the tables are not those that rows have")
-    by_layer: dict[int, int] = {}  # unit -> layer whose KV lies there to the step's end
-    aliased: set[int] = set()
     for group, _, block, page in found:
         spec = layout.groups[group]
         _require(spec.spec.is_windowed, f"block {block} of {spec.name} has a step page, but its KV is needed later")
@@ -112,18 +110,13 @@ def _check_step_pages(manager: HybridBlockManager) -> None:
             first_unit <= page and page + spec.page_units <= end_unit,
             f"step page {page} of {spec.name} is outside of units {first_unit} to {end_unit}",
         )
-        layer_units = spec.page_units // len(spec.layers)
-        read_later = any(owner in spec.layers and owner != layer for layer, owner in enumerate(layout.owners))
-        if read_later:
-            for unit in range(page, page + spec.page_units):
-                _require(unit not in by_layer, f"unit {unit} is in two step pages of {spec.name}")
-                by_layer[unit] = group
-        else:
-            aliased.update(range(page, page + spec.page_units))
-        same = sorted(other for owner, _, _, other in found if owner == group and other >= page)[:2]
-        stride = spec.page_units if read_later else layer_units
-        _require(len(same) < 2 or same[1] - page >= stride, f"step pages {same} of {spec.name} overlap")
-    _require(aliased.isdisjoint(by_layer), "a step page aliases one that a later layer reads")
+    for group, spec in enumerate(layout.groups):
+        pages = sorted(page for owner, _, _, page in found if owner == group)
+        distance = spec.page_units // len(spec.layers)
+        _require(
+            all(after - before >= distance for before, after in itertools.pairwise(pages)),
+            f"step pages of {spec.name} overlap: {pages}",
+        )
 
 
 def _check_tree(manager: HybridBlockManager, tree_nodes: set[int], refs: Counter[tuple[int, int]]) -> None:

@@ -142,14 +142,14 @@ class RowPages:
             return self._extend(row, num_blocks)
         if self._is_idle_for(row, num_blocks, passing) and self._give_chunk(row, num_blocks, passing, []):
             return True
-        before = self.step_pages.state()
         given = [
             (group, first, self.step_pages.take(group, min(last - first, self.step_pages.num_left(group))))
             for group, first, last in passing
         ]
         if self._give_chunk(row, num_blocks, passing, given):
             return True
-        self.step_pages.restore(before)
+        for group, _, pages in given:
+            self.step_pages.give_back(group, len(pages))
         return False
 
     def _give_chunk(

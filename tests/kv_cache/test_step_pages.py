@@ -17,7 +17,7 @@ from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.prefix_tree import NO_MATCH
 from lamella.kv_cache.retention import RetentionPolicy
-from lamella.kv_cache.step_pages import StepPages, region_bytes, region_tokens
+from lamella.kv_cache.step_pages import StepPages, can_have_step_pages, region_bytes, region_tokens
 from tests.helpers.fake_executor import foretell
 from tests.helpers.serving import run_all, serve
 from tests.helpers.simulation import Simulation, chunked, full, sliding
@@ -89,12 +89,23 @@ class TestRegion:
         assert region_tokens(layout, 240) == 20
         assert region_tokens(layout, 239) == 16
 
-    def test_who_reads_later_has_bytes_of_its_own(self):
-        """Layer 3 reads layer 1: its group's step pages are whole, 32 B each, behind what the other group takes."""
-        specs = [full(), sliding(5), sliding(5), sliding(5), sliding(7)]
-        layout = build_layout(specs, page_tokens=4, kv_sharing={3: 1})
-        assert region_bytes(layout, 20) == 5 * 32 + 5 * 16
-        assert region_tokens(layout, 239) == 16
+    @pytest.mark.parametrize(
+        ("kv_sharing", "expected"),
+        [
+            ({}, [False, True, True, True]),
+            ({5: 3}, [False, True, True, True]),  # layer 4, full attention, writes in between
+            ({5: 1}, [False, False, True, True]),  # so does layer 2, windowed, into the same bytes
+            ({6: 2}, [False, True, False, True]),
+            ({5: 3, 6: 2}, [False, True, False, True]),  # 3 writes before 6 reads 2
+        ],
+    )
+    def test_whose_kv_is_read_after_others_have_written_has_none(self, kv_sharing, expected):
+        specs = [full(), sliding(5), sliding(7), chunked(8), full(), chunked(8), sliding(7)]
+        specs[5] = specs[kv_sharing.get(5, 5)]
+        layout = build_layout(specs, page_tokens=4, kv_sharing=kv_sharing)
+        assert [can_have_step_pages(layout, group) for group in range(4)] == expected
+        pages = StepPages(layout, 3, 1000)
+        assert [pages.num_left(group) > 0 for group in range(4)] == expected
 
     def test_no_windows_no_region(self):
         layout = build_layout([full()] * 3, page_tokens=4)
@@ -115,24 +126,19 @@ class TestRegion:
         pages.reset()
         assert pages.take(1, 3) == [10, 11, 12]
 
-    def test_groups_start_at_the_same_place_and_shared_ones_at_the_end(self):
-        """Units of 16 B. Two sliding layers, of which the first is read later: pages of 2 units from the end. One layer
-        of 2 units a page aliases nothing of theirs, and a third group starts where that does."""
-        specs = [full(), sliding(5), sliding(5), sliding(5), sliding(7, 2), chunked(8)]
-        layout = build_layout(specs, page_tokens=4, kv_sharing={3: 1})
+    def test_every_group_starts_at_the_same_place(self):
+        """Units of 16 B, 16 of them. Pages of two layers of one unit, of one layer of two, of one layer of one."""
+        layout = build_layout([full(), sliding(5), sliding(5), sliding(7, 2), chunked(8)], page_tokens=4)
         first = 3 * layout.slab_units
         pages = StepPages(layout, 3, 16 * 16)
+        assert [pages.num_left(group) for group in range(4)] == [0, 15, 8, 16]
         assert pages.take(2, 3) == [first, first + 2, first + 4]
         assert pages.take(3, 2) == [first, first + 1]
-        assert pages.num_left(1) == 5
-        assert pages.take(1, 2) == [first + 12, first + 14]
-        assert pages.num_left(2) == 3
-        assert pages.num_left(3) == 10
-        before = pages.state()
-        assert pages.take(1, 3) == [first + 6, first + 8, first + 10]
-        assert (pages.num_left(1), pages.num_left(2), pages.num_left(3)) == (0, 0, 4)
-        pages.restore(before)
-        assert (pages.num_left(1), pages.num_left(2), pages.num_left(3)) == (3, 3, 10)
+        assert pages.take(1, 2) == [first, first + 1]
+        assert pages.take(1, 1) == [first + 2]
+        pages.give_back(1, 2)
+        assert pages.take(1, 1) == [first + 1]
+        assert [pages.num_left(group) for group in range(4)] == [0, 13, 5, 14]
 
 
 class TestWhichBlocks:
