@@ -63,8 +63,8 @@ class Admission:
         manager = self._manager
         if not manager.tree.windowed_groups:
             return sys.maxsize
-        # Not all that idles: their full-attention KV needs room as well.
-        num_tokens = sliding_tokens(manager, manager.idle_bytes() / manager.idle_factor)
+        # Half of what idles: their full-attention KV needs room as well.
+        num_tokens = sliding_tokens(manager, manager.idle_bytes() / 2)
         if not manager.step_pages.num_tokens:
             return max(num_tokens, sliding_tokens(manager, arena_bytes(manager) * MAX_CHUNK_SHARE))
         return max(num_tokens, manager.step_pages.num_tokens)

@@ -16,11 +16,6 @@ from lamella.kv_cache.spec import ceil_div
 from lamella.kv_cache.step_pages import StepPages
 
 
-# Memory idles for a chunk if there is so much of it per byte of sliding KV that only the chunk's step needs, beside
-# what else the chunk takes.
-IDLE_FACTOR = 2
-
-
 class MovedPages(NamedTuple):
     """Contents that compaction moves: page sources[i] of `group` -> targets[i]. int64 [n] each; disjoint."""
 
@@ -57,7 +52,6 @@ class RowPages:
         self.arena = Arena(layout, num_slabs, slab_quota=slab_quota)
         self.step_pages = StepPages(layout, num_slabs, step_pages_bytes)
         self._first_step_page = self.step_pages.first_page
-        self.idle_factor = IDLE_FACTOR
         # Row -> its step pages: (group, first block, block after the last). For the time of a step.
         self.step_blocks: dict[int, list[tuple[int, int, int]]] = {}
         # Row -> pages per group that it took for the step alone, because memory was idle.
@@ -135,12 +129,13 @@ class RowPages:
 
     def _extend_for_chunk(self, row: int, num_computed: int, end: int) -> bool:
         """`_extend` for the tokens [num_computed, end). Windowed blocks that only this step needs get step pages, as
-        far as there are any, unless memory idles: then they get pages that serve as cache afterwards."""
+        far as there are any, unless so much memory idles that pages for all drive nothing out of the cache that is
+        kept on purpose: such pages serve as cache afterwards."""
         num_blocks = ceil_div(end, self.page_tokens)
         passing = self._passing_blocks(row, num_computed, end)
         if not passing:
             return self._extend(row, num_blocks)
-        if self._is_idle_for(row, num_blocks, passing) and self._give_chunk(row, num_blocks, passing, []):
+        if self._fits_into_idle_memory(row, num_blocks) and self._give_chunk(row, num_blocks, passing, []):
             return True
         given = [
             (group, first, self.step_pages.take(group, min(last - first, self.step_pages.num_left(group))))
@@ -207,14 +202,13 @@ class RowPages:
                 start = max(start, kept_end // page_tokens)
         return passing
 
-    def _is_idle_for(self, row: int, num_blocks: int, passing: Sequence[tuple[int, int, int]]) -> bool:
-        groups, old = self.layout.groups, self._num_blocks_at[row]
-        passing_bytes = sum((last - first) * groups[group].page_bytes for group, first, last in passing)
-        all_bytes = sum(
+    def _fits_into_idle_memory(self, row: int, num_blocks: int) -> bool:
+        old = self._num_blocks_at[row]
+        num_bytes = sum(
             (num_blocks - max(old, kept[row])) * group.page_bytes
-            for group, kept in zip(groups, self._first_kept_at, strict=True)
+            for group, kept in zip(self.layout.groups, self._first_kept_at, strict=True)
         )
-        return self.idle_bytes() >= all_bytes - passing_bytes + self.idle_factor * passing_bytes
+        return num_bytes <= self.idle_bytes()
 
     def idle_bytes(self) -> int:
         """Memory that is free, or spare pages'."""

@@ -84,7 +84,7 @@ class Simulation:
             retention=RetentionPolicy(spare=False) if retention is None else retention,
         )  # fmt: skip
         if never_idle:
-            self.manager.idle_factor = 10**9
+            self.manager.idle_bytes = lambda: 0
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max(chunk_tokens, max_num_seqs),
             max_model_len=max_model_len, chunk_tokens=max(pool.chunk_tokens, min(chunk_tokens, step_tokens)),

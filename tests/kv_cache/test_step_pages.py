@@ -27,14 +27,16 @@ HYBRID = [full(), sliding(9), sliding(9)]
 TAILS = RetentionPolicy(spare=False)
 
 
-def manager_of(specs=HYBRID, *, page_tokens=4, num_slabs=60, step_tokens=64, kv_sharing=None, **options):
-    """Of one that finds memory never idle."""
+def manager_of(
+    specs=HYBRID, *, page_tokens=4, num_slabs=60, step_tokens=64, kv_sharing=None, never_idle=True, **options
+):
     layout = build_layout(specs, page_tokens=page_tokens, kv_sharing=kv_sharing)
     manager = HybridBlockManager(
         layout, num_slabs=num_slabs, num_rows=3, max_model_len=120, interval_tokens=page_tokens,
         step_pages_bytes=region_bytes(layout, step_tokens), **{"retention": TAILS, **options},
     )  # fmt: skip
-    manager.idle_factor = 10**9
+    if never_idle:
+        manager.idle_bytes = lambda: 0
     return manager
 
 
@@ -214,11 +216,10 @@ class TestWhichBlocks:
         assert step_blocks(manager, 0, 1) == []
 
     def test_idle_memory_is_used_instead(self):
-        """10 full and 3 sliding pages are 256 B, twice 7 sliding ones 448 B: 22 slabs of 32 B beside the null slab. What
-        nobody needs after the step stays as spare pages."""
-        for num_slabs, expected in ((23, []), (22, [0, 1, 2, 3, 4, 5, 6])):
-            manager = manager_of(num_slabs=num_slabs, retention=RetentionPolicy())
-            manager.idle_factor = 2
+        """10 full and 10 sliding pages are 480 B: 15 slabs of 32 B beside the null slab. What nobody needs after the step
+        stays as spare pages."""
+        for num_slabs, expected in ((16, []), (15, [0, 1, 2, 3, 4, 5, 6])):
+            manager = manager_of(num_slabs=num_slabs, retention=RetentionPolicy(), never_idle=False)
             start(manager, 0, tokens(60), 40)
             assert step_blocks(manager, 0, 1) == expected
             finish(manager, 0, tokens(60), 40)
@@ -254,6 +255,21 @@ class TestWhichBlocks:
 
 
 class TestNobodys:
+    def test_the_region_is_free_again_after_the_step(self):
+        """20 tokens of 4 chunks each; all get what the first got."""
+        manager = manager_of(step_tokens=20)
+        prompt = tokens(100)
+        for end in (40, 60, 80, 100):
+            num_computed = int(manager.num_settled[0]) * 4
+            if end == 40:
+                start(manager, 0, prompt, 40)
+            else:
+                assert manager.grow(0, num_computed, end - num_computed, is_prefill=True)
+            first = num_computed // 4
+            assert step_blocks(manager, 0, 1) == [*range(first, min(first + 5, end // 4 - 3))]
+            finish(manager, 0, prompt, end)
+            assert manager.step_pages.num_left(1) == 5
+
     def test_the_tree_has_tombstones(self):
         manager = manager_of()
         prompt = tokens(60)
@@ -313,10 +329,12 @@ class TestNobodys:
         invariants.check(manager)
 
 
+# Layer 6 reads what layer 1 wrote, after layer 5 has written: only the group of layer 5 has step pages.
+READ_LATER = ([sliding(5), sliding(5), full(), sliding(5), full(), sliding(9), sliding(5)], {3: 1, 4: 2, 6: 1})
 STACKS = [
     (HYBRID, None),
     ([sliding(5), full(), sliding(5), chunked(8), sliding(12, 2)], None),
-    ([sliding(5), sliding(5), full(), sliding(5), full(), sliding(9), sliding(5)], {3: 1, 4: 2, 6: 1}),
+    READ_LATER,
     ([sliding(5), sliding(5), full(2), chunked(6), chunked(6)], {4: 3}),
     ([sliding(6), sliding(6)], None),
 ]
@@ -325,7 +343,7 @@ STACKS = [
 @pytest.mark.parametrize(("specs", "kv_sharing"), STACKS, ids=str)
 @pytest.mark.parametrize("page_tokens", [1, 3, 16])
 @pytest.mark.parametrize("never_idle", [True, False])
-def test_tight_memory_gives_what_the_prompts_foretell(specs, kv_sharing, page_tokens, never_idle):
+def test_tight_memory_gives_what_the_prompts_foretell(page_tokens, specs, kv_sharing, never_idle):
     draw = random.Random(page_tokens)
     simulation = Simulation(
         specs, page_tokens=page_tokens, max_model_len=160, chunk_tokens=90, extra_slabs=6, step_tokens=90,
@@ -374,12 +392,28 @@ def test_a_preempted_prefill_resumes_where_it_was():
     assert simulation.outputs["r"] == foretell(None, prompt, 3)
 
 
-def test_memory_that_idles_but_cannot_be_used_leaves_the_step_pages():
-    """Fragmented memory is told by nobody: here evicting fails because all that idles is where it cannot be taken."""
-    manager = manager_of(num_slabs=10)
-    manager.idle_factor = -(10**9)  # always idle
+def test_idle_memory_that_is_not_to_be_had_leaves_the_step_pages():
+    """Idle by the bytes, but in 9 slabs there are 10 full pages and 4 sliding ones at most."""
+    manager = manager_of(num_slabs=10, never_idle=False)
+    manager.idle_bytes = lambda: 480
     start(manager, 0, tokens(60), 40)
     assert step_blocks(manager, 0, 1) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_spare_pages_are_idle():
+    """20 slabs; a first prompt leaves 5 to its full pages, 3 to its window and 7 to spare pages. The next one's 8 full
+    and 8 sliding pages, 12 slabs, are as much as idles."""
+    manager = manager_of(num_slabs=21, retention=RetentionPolicy(), never_idle=False)
+    start(manager, 0, tokens(40), 40)
+    assert step_blocks(manager, 0, 1) == []
+    finish(manager, 0, tokens(40), 40, ends_prompt=True)
+    manager.release(0, tokens(40), 40)
+    assert manager.arena.num_free_slabs == 5
+    assert len(manager.tree.spare) == 7
+    assert manager.idle_bytes() == (5 + 7) * 32
+    start(manager, 0, tokens(32, 100), 32)
+    assert step_blocks(manager, 0, 1) == []
+    assert manager.tree.num_evicted_resume_points == 0
 
 
 @pytest.mark.parametrize(("num_slabs", "starts"), [(16, True), (15, False)])
