@@ -16,10 +16,10 @@ from lamella.kv_cache.spec import ceil_div
 MAX_REPLAY_SHARE = 1 / 8
 MAX_CHUNK_SHARE = 1 / 8
 # What a step costs whatever runs in it, in prompt tokens that could be computed meanwhile.
-STEP_COST_TOKENS = 430
+STEP_COST_TOKENS = 1100
 # Where requests may be reordered, those that find little of their prompt leave so much of the arena to the growth of
 # what runs: outputs, and next turns that would otherwise find themselves evicted.
-GROWTH_SHARE = 0.17
+GROWTH_SHARE = 0.14
 # What is taken for the mean output length before requests have finished, and how many it counts for.
 PRIOR_OUTPUT_TOKENS = 128
 PRIOR_REQUESTS = 8
