@@ -63,8 +63,7 @@ class Admission:
         manager = self._manager
         if not manager.tree.windowed_groups:
             return sys.maxsize
-        # Half of what idles: their full-attention KV needs room as well.
-        num_tokens = sliding_tokens(manager, manager.idle_bytes() / 2)
+        num_tokens = sliding_tokens(manager, manager.idle_bytes())
         if not manager.step_pages.num_tokens:
             return max(num_tokens, sliding_tokens(manager, arena_bytes(manager) * MAX_CHUNK_SHARE))
         return max(num_tokens, manager.step_pages.num_tokens)

@@ -2,7 +2,8 @@
 
 Groups differ in page bytes, and nothing is padded to hide that. The *unit* is the greatest common
 divisor of what one block takes in one layer of each group, so a page id (byte offset divided by the unit)
-means the same in every group, and an id can name a place inside a page too (see `step_pages`). A *slab* is the run of units that the arena lends to one group at a time.
+means the same in every group, and an id can name a place inside a page too (see `step_pages`). A *slab* is the
+run of units that the arena lends to one group at a time.
 
 A layer may have no KV of its own and read an earlier layer's instead. Such a layer is in no page: memory, tables and
 capacity are those of the layers that keep KV, the *owners*.

@@ -23,7 +23,8 @@ from lamella.kv_cache.layout import KVLayout
 
 
 def can_have_step_pages(layout: KVLayout, group: int) -> bool:
-    """Whether the group is windowed, and who reads the KV of its layers does so before another windowed layer writes."""
+    """Whether the group is windowed, and its layers' KV is read for the last time before another windowed layer
+    writes."""
     spec = layout.groups[group]
     if not spec.spec.is_windowed:
         return False

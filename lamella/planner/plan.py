@@ -187,9 +187,7 @@ def _elastic(system: str, layout: KVLayout, options: PlanOptions, context_tokens
         layout,
         pool.num_slabs,
         context_tokens=context_tokens,
-        chunk_tokens=held_chunk_tokens(
-            layout, chunk_tokens=pool.chunk_tokens, step_pages_bytes=pool.step_pages_bytes
-        ),
+        chunk_tokens=held_chunk_tokens(layout, chunk_tokens=pool.chunk_tokens, step_pages_bytes=pool.step_pages_bytes),
         interval_tokens=_interval(options),
     )
     return Outcome(system=system, num_requests=num_requests, chunk_tokens=pool.chunk_tokens)

@@ -1,4 +1,4 @@
-"""Step pages: what of a chunk's sliding KV nobody needs after the step takes one layer's memory, and leaves no trace."""
+"""Step pages: sliding KV of a chunk that nobody needs after the step takes one layer's memory, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.prefix_tree import NO_MATCH
 from lamella.kv_cache.retention import RetentionPolicy
+from lamella.kv_cache.sizing import held_chunk_tokens
 from lamella.kv_cache.step_pages import StepPages, can_have_step_pages, region_bytes, region_tokens
 from tests.helpers.fake_executor import foretell
 from tests.helpers.serving import run_all, serve
@@ -216,8 +217,8 @@ class TestWhichBlocks:
         assert step_blocks(manager, 0, 1) == []
 
     def test_idle_memory_is_used_instead(self):
-        """10 full and 10 sliding pages are 480 B: 15 slabs of 32 B beside the null slab. What nobody needs after the step
-        stays as spare pages."""
+        """10 full and 10 sliding pages are 480 B: 15 slabs of 32 B beside the null slab. What nobody needs after the
+        step stays as spare pages."""
         for num_slabs, expected in ((16, []), (15, [0, 1, 2, 3, 4, 5, 6])):
             manager = manager_of(num_slabs=num_slabs, retention=RetentionPolicy(), never_idle=False)
             start(manager, 0, tokens(60), 40)
@@ -252,6 +253,31 @@ class TestWhichBlocks:
             start(manager, row, tokens(40, 100 * row), 40)
         pages = [manager.tables[1, row, block] for row in range(2) for block in step_blocks(manager, row, 1)]
         assert len(set(pages)) == 14
+
+    @pytest.mark.parametrize("spec", [sliding(1), sliding(9), sliding(20), chunked(8), chunked(21)], ids=str)
+    @pytest.mark.parametrize("page_tokens", [1, 3, 4, 16])
+    def test_what_a_chunk_holds_is_within_what_sizing_says(self, spec, page_tokens):
+        specs = [full(), spec, spec]
+        held = held_chunk_tokens(
+            build_layout(specs, page_tokens=page_tokens), chunk_tokens=90,
+            step_pages_bytes=region_bytes(build_layout(specs, page_tokens=page_tokens), 96),
+        )  # fmt: skip
+        assert held == min(90, spec.reach_tokens + 4 * page_tokens)
+        bound = spec.max_prefill_pages(page_tokens=page_tokens, chunk_tokens=held, max_model_len=120)
+        for first in range(1, 31):
+            manager = manager_of(specs, page_tokens=page_tokens, num_slabs=400, step_tokens=96)
+            prompt = tokens(120)
+            start(manager, 0, prompt, first)
+            finish(manager, 0, prompt, first)
+            assert manager.grow(0, first, 90, is_prefill=True)
+            assert manager.num_owned[1] <= bound
+
+    def test_sizing_counts_the_chunk_where_the_region_does_not_hold_it(self):
+        layout = build_layout(HYBRID, page_tokens=4)
+        room = region_bytes(layout, 64)
+        chunks = [held_chunk_tokens(layout, chunk_tokens=chunk, step_pages_bytes=room) for chunk in (20, 64, 65)]
+        assert chunks == [20, 25, 65]
+        assert held_chunk_tokens(layout, chunk_tokens=64, step_pages_bytes=0) == 64
 
 
 class TestNobodys:
@@ -420,8 +446,8 @@ def test_spare_pages_are_idle():
 def test_a_chunk_in_flight_is_no_claim(num_slabs, starts):
     """The first request's chunk of 40 tokens has 10 full pages and 10 sliding ones, of which 7 are back after the step:
     with the full page of its first answer it claims 11 of 16 B and 3 of 32 B, 272 B. The second, of 27 tokens and one
-    more, wants 7 full pages and ceil((9 + 4 + 2) / 4) = 4 sliding ones if its chunks are small, 240 B: 16 slabs of 32 B.
-    """
+    more, wants 7 full pages and ceil((9 + 4 + 2) / 4) = 4 sliding ones if its chunks are small, 240 B. 16 slabs of
+    32 B are just enough."""
     manager = manager_of(num_slabs=1 + num_slabs, step_tokens=0)
     rows = RequestRows(3, 64)
     assert manager.begin(0, manager.match(tokens(40)))

@@ -90,9 +90,7 @@ def test_greedy_tokens_equal_the_oracle_with_step_pages(tiny, backend, page_size
     folder, prompts, expected = tiny
     arguments = {"max_model_len": 256, "kv_cache_memory_bytes": 2**24, "max_num_seqs": 16}
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM(
-        str(folder), check_invariants=True, attention_backend=backend, page_size=page_size, **arguments
-    ) as llm:
+    with LLM(str(folder), check_invariants=True, attention_backend=backend, page_size=page_size, **arguments) as llm:
         num_tokens = watch_step_pages(llm.engine)
         for _ in range(2):
             outputs = llm.generate(prompts, params, use_tqdm=False)

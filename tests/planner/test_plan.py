@@ -28,11 +28,12 @@ def test_the_plan_reproduces_the_articles_figures_for_mimo_v2_flash():
 
 
 def test_requests_of_mimo_v2_flash_counted_by_hand():
-    """Step pages for 8,192 tokens are 511 blocks of 81,920 B in one layer and a page of 39: 80 GiB less 45,056,000 B are
-    8,957 slabs, one of them null, of 26 full pages or 3 sliding ones. A chunk beside them holds two windows of 129 and
-    5 blocks more, less one token, at most ceil((128 + 129 + 64 + 15) / 16) = 21 pages. So 109 requests take 8,586 slabs
-    of full pages and ceil((108 * 9 + 21) / 3) = 331 of sliding ones, 110 would take 8,665 + 334. r = 0.05: 2,601,104 tokens hold 79.4 requests of full pages, and 130,048
-    windowed tokens far more. Uniform: 80 GiB / (87 * 2,560 B) = 385,683 tokens, 11.8 requests."""
+    """Step pages for 8,192 tokens are 511 blocks of 81,920 B in one layer and a page of 39: 80 GiB less 45,056,000 B
+    are 8,957 slabs, one of them null, of 26 full pages or 3 sliding ones. A chunk beside them holds two windows of 129
+    and 5 blocks more, less one token, at most ceil((128 + 129 + 64 + 15) / 16) = 21 pages. So 109 requests take
+    8,586 slabs of full pages and ceil((108 * 9 + 21) / 3) = 331 of sliding ones, 110 would take 8,665 + 334.
+    r = 0.05: 2,601,104 tokens hold 79.4 requests of full pages, and 130,048 windowed tokens far more.
+    Uniform: 80 GiB / (87 * 2,560 B) = 385,683 tokens, 11.8 requests."""
     requests = requests_of(plan_of("mimo-v2-flash"))
     assert requests["elastic"] == 109
     assert requests["fixed pools, r=0.05"] == 79

@@ -287,9 +287,7 @@ def random_life(seed):
         retention=RetentionPolicy(*draw.choice([("tails", None), ("tails", 10), ("all", None)])),
         step_tokens=draw.choice([0, 40]),
         never_idle=draw.random() < 0.7,
-        kv_sharing={len(specs) - 1: specs.index(specs[-1])}
-        if specs.index(specs[-1]) < len(specs) - 1
-        else None,
+        kv_sharing={len(specs) - 1: specs.index(specs[-1])} if specs.index(specs[-1]) < len(specs) - 1 else None,
     )
     watch_tables(simulation)
     expected = {}
