@@ -11,23 +11,21 @@ from lamella.kv_cache.prefix_tree import PrefixMatch
 from lamella.kv_cache.sizing import request_pages
 from lamella.kv_cache.spec import ceil_div
 
-# A chunk's sliding KV is needed for one step only. More than this share of the arena for it would evict cached
-# prefixes that are worth more than a larger chunk: less where most waiting requests find theirs.
-MAX_TRANSIENT_SHARE = 1 / 8
-MAX_TRANSIENT_SHARE_AMONG_HITS = 1 / 32
-# What idles serves the chunk, but not all of it: its full-attention KV needs room as well.
-TRANSIENT_SHARE_OF_IDLE = 1 / 2
+# A replay writes sliding KV for its own length that nobody needs afterwards: no more than this share of the arena, or
+# it would evict what is worth more. So does a chunk where there are no step pages.
+MAX_REPLAY_SHARE = 1 / 8
+MAX_CHUNK_SHARE = 1 / 8
 # What a step costs whatever runs in it, in prompt tokens that could be computed meanwhile.
-STEP_COST_TOKENS = 430
+STEP_COST_TOKENS = 1100
 # Where requests may be reordered, those that find little of their prompt leave so much of the arena to the growth of
 # what runs: outputs, and next turns that would otherwise find themselves evicted.
-GROWTH_SHARE = 0.17
+GROWTH_SHARE = 0.14
 # What is taken for the mean output length before requests have finished, and how many it counts for.
 PRIOR_OUTPUT_TOKENS = 128
 PRIOR_REQUESTS = 8
 
 
-def transient_tokens(manager: HybridBlockManager, num_bytes: float) -> int:
+def sliding_tokens(manager: HybridBlockManager, num_bytes: float) -> int:
     """Tokens (whole blocks, one at least) whose sliding KV fits into `num_bytes`."""
     layout, windowed_groups = manager.layout, manager.tree.windowed_groups
     if not windowed_groups:
@@ -38,7 +36,7 @@ def transient_tokens(manager: HybridBlockManager, num_bytes: float) -> int:
 
 def most_replay_tokens(manager: HybridBlockManager) -> int:
     """Most tokens that a replay may compute anew."""
-    return transient_tokens(manager, arena_bytes(manager) * MAX_TRANSIENT_SHARE)
+    return sliding_tokens(manager, arena_bytes(manager) * MAX_REPLAY_SHARE)
 
 
 def arena_bytes(manager: HybridBlockManager) -> int:
@@ -60,19 +58,15 @@ class Admission:
         self._num_finished += 1
         self._num_output_tokens += len(request.token_ids) - request.num_prompt_tokens
 
-    def prefill_tokens(self, num_waiting: int) -> int:
-        """Most prompt tokens for the next step to compute, for the sake of the sliding KV that they hold meanwhile."""
+    def prefill_tokens(self) -> int:
+        """Most prompt tokens for the next step to compute: what step pages or idle memory hold of their sliding KV."""
         manager = self._manager
-        groups, tree = manager.layout.groups, manager.tree
-        if not tree.windowed_groups:
+        if not manager.tree.windowed_groups:
             return sys.maxsize
-        total_bytes = arena_bytes(manager)
-        used_bytes = sum(used * group.page_bytes for used, group in zip(manager.arena.num_used, groups, strict=True))
-        spare_bytes = len(tree.spare) * min(groups[group].page_bytes for group in tree.windowed_groups)
-        finds_most = 2 * tree.expected.num_requests >= num_waiting
-        share = MAX_TRANSIENT_SHARE_AMONG_HITS if finds_most else MAX_TRANSIENT_SHARE
-        idle_bytes = total_bytes - used_bytes + spare_bytes
-        return transient_tokens(manager, max(share * total_bytes, TRANSIENT_SHARE_OF_IDLE * idle_bytes))
+        num_tokens = sliding_tokens(manager, manager.idle_bytes())
+        if not manager.step_pages.num_tokens:
+            return max(num_tokens, sliding_tokens(manager, arena_bytes(manager) * MAX_CHUNK_SHARE))
+        return max(num_tokens, manager.step_pages.num_tokens)
 
     def has_room(self, request: Request, match: PrefixMatch, running: list[int], num_waiting: int) -> bool:
         """Whether the whole prompt fits beside what runs and what running prefills still need, and without
@@ -80,13 +74,18 @@ class Admission:
 
         Counts every group at the most that the request can hold with small chunks, so an admitted prompt is
         not preempted halfway for want of memory that could be foreseen. What a chunk holds of a window for
-        the time of a step is no claim: the chunk is cut to what there is.
+        the time of a step is no claim: the chunk is cut to what there is, and when it has run that comes back.
         """
         manager = self._manager
         groups = manager.layout.groups
         pages = [
-            owned + more
-            for owned, more in zip(manager.num_owned, self._wanted_pages(request, match, running), strict=True)
+            owned - sum(passing) + more
+            for owned, more, *passing in zip(
+                manager.num_owned,
+                self._wanted_pages(request, match, running),
+                *manager.num_passing.values(),
+                strict=True,
+            )
         ]
         quota = manager.arena.slab_quota
         if quota is not None:

@@ -214,6 +214,7 @@ class Engine:
             chunk_tokens=loaded.pool.chunk_tokens,
             interval_tokens=loaded.manager.interval_tokens,
             slab_quota=loaded.manager.arena.slab_quota,
+            step_pages_bytes=loaded.pool.step_pages_bytes,
         )
 
     def reset_prefix_cache(self) -> bool:

@@ -93,6 +93,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         slab_quota=slab_quota,
         retention=RetentionPolicy(config.retention, config.retention_grid_tokens),
         windowed_replay=config.windowed_replay,
+        step_pages_bytes=size.step_pages_bytes,
     )
     scheduler = Scheduler(
         manager,
@@ -102,7 +103,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         chunk_tokens=size.chunk_tokens,
         scheduling_policy=config.scheduling_policy,
     )
-    arena = allocate_arena(layout, size.num_slabs, device)
+    arena = allocate_arena(layout, size.num_slabs, device, step_pages_bytes=size.step_pages_bytes)
     runner = ModelRunner(model, backend, layout, attention_specs, arena)
     return LoadedEngine(tokenizer, model_config, default_params, layout, size, manager, scheduler, runner)
 
@@ -144,6 +145,7 @@ def _size_memory(
             longest_model_len=model_config.max_position_embeddings,
             chunk_tokens=wanted_chunk,
             interval_tokens=interval_tokens,
+            with_step_pages=config.retention != "all",  # it keeps every page
         )
     if size.chunk_tokens < wanted_chunk:
         logger.info(

@@ -53,4 +53,5 @@ def _num_exclusive_pages(manager: HybridBlockManager, row: int) -> int:
     num_blocks = int(manager.num_blocks[row])
     nodes = manager.nodes[row, :num_blocks]
     exclusive = (nodes == NO_NODE) | (manager.tree.refs[:, nodes] == 1)
-    return int((exclusive & (manager.tables[:, row, :num_blocks] != NULL_PAGE)).sum())
+    pages = manager.tables[:, row, :num_blocks]
+    return int((exclusive & (pages != NULL_PAGE) & (pages < manager.step_pages.first_page)).sum())

@@ -134,7 +134,7 @@ class Scheduler:
         self._num_new = self._one_each[: len(decodes)]
         if self.queue or len(decodes) < len(self.running):
             num_new = dict.fromkeys(decodes.tolist(), 1)
-            budget = min(self.max_num_batched_tokens - len(num_new), self._admission.prefill_tokens(len(self.queue)))
+            budget = min(self.max_num_batched_tokens - len(num_new), self._admission.prefill_tokens())
             budget = self._continue_prefills(num_new, budget)
             if self._num_preemptions == num_preemptions:
                 self._admit(num_new, budget)
@@ -161,9 +161,13 @@ class Scheduler:
         events = scheduled[to_commit], computed[to_commit], ends_prompt[to_commit]
         for row, num_computed, ends in zip(*(event.tolist() for event in events), strict=True):
             manager.commit(row, rows.tokens[row], num_computed, ends_prompt=ends)
+        is_chunk = self._num_new > 1
+        for row, num_computed in zip(scheduled[is_chunk].tolist(), computed[is_chunk].tolist(), strict=True):
+            # But for a block more, for who is preempted now may be resumed inside its last block.
+            manager.slide(row, max(0, num_computed - manager.page_tokens))
         sampled = computed == rows.num_tokens[scheduled]
-        # A prefill held window pages for its chunk: let them go at the first decode.
-        rows.due[scheduled[sampled & (self._num_new > 1)]] = 0
+        # Let that go as well at the first decode.
+        rows.due[scheduled[sampled & is_chunk]] = 0
         new_tokens = self._append(scheduled[sampled], result)
         for request in new_tokens.ended:
             self._leave_row(request.row)

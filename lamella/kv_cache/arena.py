@@ -106,7 +106,8 @@ class Arena:
     def free(self, group: int, page: int) -> None:
         """Give back a page that `allocate(group, ...)` returned. An emptied slab returns to the arena."""
         slab = page // self.layout.slab_units
-        if page == NULL_PAGE or self._slab_group_at[slab] != group or page in self._free_pages[slab]:
+        is_lent = page != NULL_PAGE and slab < self.num_slabs and self._slab_group_at[slab] == group
+        if not is_lent or page in self._free_pages[slab]:
             raise ValueError(f"page {page} is not in use by group {group}")
         free_pages = self._free_pages[slab]
         self._unlist(group, slab)

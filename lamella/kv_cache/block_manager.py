@@ -5,6 +5,7 @@ A request in a *row* owns what its row names, and nothing else:
     block          0 ...... first kept ............. commit frontier ........ blocks grown
     full group     [shared with or committed to the tree, locked ][ private            ]
     windowed       [ null, slid ][ committed to the tree, locked ][ private            ]
+                                          [ step pages: nobody's, for the time of a step ]
 
 "Locked" blocks carry a node in `nodes`; their pages belong to the tree. Private blocks (node NO_NODE)
 own their pages. Sliding and release treat both alike: unlock the node, or free the page.
@@ -37,6 +38,7 @@ class HybridBlockManager(CommittingRows):
 
     interval_tokens: how many tokens must have left a window before decode slides it.
     windowed_replay: resume where only full-attention KV is cached, if that costs less than half (see `replay`).
+    step_pages_bytes: of the region behind the last slab (see `step_pages`).
     After each call the invariants of `invariants.check` hold.
     """
 
@@ -137,7 +139,7 @@ class HybridBlockManager(CommittingRows):
         """Own scratch pages for the windowed KV of the tokens that are replayed; the full KV is locked already."""
         start, end = match.num_tokens // self.page_tokens, len(match.path)
         groups = self.tree.windowed_groups
-        if not self._own_pages(row, [(group, start) for group in groups], end):
+        if not self._own_pages(row, [(group, start, end) for group in groups]):
             return False
         self.first_kept[groups, row] = start
         self.first_keys[groups, row] = match.num_tokens
@@ -180,8 +182,12 @@ class HybridBlockManager(CommittingRows):
 
     def grow(self, row: int, num_computed: int, num_new: int, *, is_prefill: bool) -> bool:
         """Make room for the tokens [num_computed, num_computed + num_new), after sliding what no query
-        from num_computed on can see. Evicts as needed. False: no memory; the row keeps what it had."""
+        from num_computed on can see. Evicts as needed. False: no memory; the row keeps what it had.
+
+        is_prefill: the step computes a chunk of the prompt: slide now, and use step pages."""
         self._slide(row, num_computed, is_prefill=is_prefill)
+        if is_prefill and self.tree.windowed_groups:
+            return self._extend_for_chunk(row, num_computed, num_computed + num_new)
         return self._extend(row, ceil_div(num_computed + num_new, self.page_tokens))
 
     def slide(self, row: int, num_computed: int) -> None:
@@ -195,9 +201,13 @@ class HybridBlockManager(CommittingRows):
     # Ending
 
     def end_step(self) -> None:
-        """The step has run: its copies are done and its pending blocks have their contents."""
+        """The step has run: its copies are done, its pending blocks have their contents, its step pages are nobody's.
+
+        Where those were, the row has no pages now; `commit` it, then `slide` it past them."""
         self.tree.pending.clear()
         self.moves.clear()
+        for row in {*self.step_blocks, *self.num_passing}:
+            self._drop_step_pages(row)
         for row in list(self.copies):
             self._unlock_copy_sources(row)
 
@@ -208,6 +218,7 @@ class HybridBlockManager(CommittingRows):
         step must be rolled back or released: they may share pending blocks.
         """
         self._unlock_copy_sources(row)
+        self._drop_step_pages(row)
         complete = num_computed // self.page_tokens
         for block in range(int(self.num_blocks[row]) - 1, complete - 1, -1):
             for group in range(self.num_groups):
@@ -242,6 +253,7 @@ class HybridBlockManager(CommittingRows):
 
     def _drop_row(self, row: int) -> None:
         self._unlock_copy_sources(row)  # a copy that has not run must not, into a page that is no longer ours
+        self._drop_step_pages(row)
         num_blocks = int(self.num_blocks[row])
         # Last block first: an ancestor can go only after its descendants.
         for block in range(num_blocks - 1, -1, -1):

@@ -26,10 +26,12 @@ def check(manager: HybridBlockManager) -> None:
 
     Checked: every page is in exactly one of free / cached / owned; reference and hold counts equal what
     rows, planned copies and resume points name; tree and tables agree both ways; nodes exist for a reason;
-    what a row needs to go on is live; slabs hold pages of their own group only.
+    what a row needs to go on is live; slabs hold pages of their own group only; step pages are where the rows say,
+    and no two of them are in each other's way.
     """
     tree_nodes = set(manager.tree.nodes())
     refs, private = _walk_rows(manager, tree_nodes)
+    _check_step_pages(manager)
     _check_tree(manager, tree_nodes, refs)
     for group in range(manager.num_groups):
         _check_pages(manager, group, tree_nodes, private[group])
@@ -70,7 +72,7 @@ def _walk_rows(manager: HybridBlockManager, tree_nodes: set[int]) -> tuple[Count
                     (page == NULL_PAGE) == (block < first_kept),
                     f"row {row} group {group} block {block}: page {page}, but first kept block is {first_kept}",
                 )
-                if page == NULL_PAGE:
+                if page == NULL_PAGE or manager.step_pages.holds(page):
                     continue
                 if node == NO_NODE or block < manager.scratch_end[group, row]:
                     private[group].append(page)
@@ -83,6 +85,38 @@ def _walk_rows(manager: HybridBlockManager, tree_nodes: set[int]) -> tuple[Count
     for node in tree_nodes | set(tree.roots().values()):
         _require(int(tree.pins[node]) == pins[node], f"node {node}: {tree.pins[node]} pins, {pins[node]} frontiers")
     return refs, private
+
+
+def _check_step_pages(manager: HybridBlockManager) -> None:
+    layout, region = manager.layout, manager.step_pages
+    first_unit = manager.arena.num_slabs * layout.slab_units
+    end_unit = first_unit + region.num_bytes // layout.unit_bytes
+    found = [
+        (group, row, block, page)
+        for group, row, block in np.argwhere(manager.tables >= region.first_page).tolist()
+        if (page := int(manager.tables[group, row, block])) != NULL_PAGE
+    ]
+    named = {
+        (group, row, block)
+        for row, spans in manager.step_blocks.items()
+        for group, first, last in spans
+        for block in range(first, last)
+    }
+    _require({one[:3] for one in found} == named, "the step pages in the tables are not those that rows have")
+    for group, _, block, page in found:
+        spec = layout.groups[group]
+        _require(spec.spec.is_windowed, f"block {block} of {spec.name} has a step page, but its KV is needed later")
+        _require(
+            first_unit <= page and page + spec.page_units <= end_unit,
+            f"step page {page} of {spec.name} is outside of units {first_unit} to {end_unit}",
+        )
+    for group, spec in enumerate(layout.groups):
+        pages = sorted(page for owner, _, _, page in found if owner == group)
+        distance = spec.page_units // len(spec.layers)
+        _require(
+            all(after - before >= distance for before, after in itertools.pairwise(pages)),
+            f"step pages of {spec.name} overlap: {pages}",
+        )
 
 
 def _check_tree(manager: HybridBlockManager, tree_nodes: set[int], refs: Counter[tuple[int, int]]) -> None:

@@ -1,8 +1,9 @@
 """How layers share the arena: groups of equal specs, the unit, and the slab.
 
 Groups differ in page bytes, and nothing is padded to hide that. The *unit* is the greatest common
-divisor of the groups' page bytes, so a page id (byte offset divided by the unit) means the same in
-every group. A *slab* is the run of units that the arena lends to one group at a time.
+divisor of what one block takes in one layer of each group, so a page id (byte offset divided by the unit)
+means the same in every group, and an id can name a place inside a page too (see `step_pages`). A *slab* is the
+run of units that the arena lends to one group at a time.
 
 A layer may have no KV of its own and read an earlier layer's instead. Such a layer is in no page: memory, tables and
 capacity are those of the layers that keep KV, the *owners*.
@@ -91,7 +92,7 @@ def build_layout(
         if owners[layer] == layer:
             layers_of.setdefault(spec, []).append(layer)
     page_bytes = {spec: page_tokens * spec.token_bytes * len(layers) for spec, layers in layers_of.items()}
-    unit_bytes = math.gcd(*page_bytes.values())
+    unit_bytes = math.gcd(*(page_tokens * spec.token_bytes for spec in layers_of))
     page_units = {spec: size // unit_bytes for spec, size in page_bytes.items()}
     slab_units = _choose_slab_units(list(page_units.values()))
     names = _names(list(layers_of))

@@ -10,9 +10,12 @@ import torch
 from lamella.kv_cache.layout import KVLayout
 
 
-def allocate_arena(layout: KVLayout, num_slabs: int, device: torch.device) -> torch.Tensor:
-    """uint8 [num_slabs * slab_bytes]; only the null slab is written, so the system commits the rest on use."""
-    arena = torch.empty(num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
+def allocate_arena(
+    layout: KVLayout, num_slabs: int, device: torch.device, *, step_pages_bytes: int = 0
+) -> torch.Tensor:
+    """uint8 [num_slabs * slab_bytes + step_pages_bytes]; only the null slab is written, so the system commits the rest
+    on use."""
+    arena = torch.empty(num_slabs * layout.slab_bytes + step_pages_bytes, dtype=torch.uint8, device=device)
     arena[: layout.slab_bytes].zero_()
     return arena
 

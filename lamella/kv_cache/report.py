@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from lamella.kv_cache.capacity import decode_pages, num_requests_that_fit
 from lamella.kv_cache.layout import KVLayout
+from lamella.kv_cache.sizing import held_chunk_tokens
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from lamella.kv_cache.step_pages import region_tokens
 
 _SHORTEST_CONTEXT = 1024
 
@@ -21,8 +23,10 @@ def kv_cache_report(
     interval_tokens: int,
     slab_quota: tuple[int, ...] | None = None,
     context_lengths: Sequence[int] | None = None,
+    step_pages_bytes: int = 0,
 ) -> str:
-    """Tables of layers, groups and capacity, for an arena of `num_slabs` slabs (the null slab included).
+    """Tables of layers, groups and capacity, for an arena of `num_slabs` slabs (the null slab included) and step pages
+    of `step_pages_bytes` behind them.
 
     slab_quota: slabs of each group's pool; None: elastic. context_lengths: tokens per request to give the capacity
     for; None: powers of four from 1,024 below max_model_len, and max_model_len.
@@ -32,8 +36,15 @@ def kv_cache_report(
         [
             _layer_table(layout),
             _group_table(layout, slab_quota),
-            _memory_lines(layout, num_slabs, slab_quota, chunk_tokens, interval_tokens),
-            _capacity_table(layout, num_slabs, slab_quota, contexts, chunk_tokens, interval_tokens),
+            _memory_lines(layout, num_slabs, slab_quota, chunk_tokens, interval_tokens, step_pages_bytes),
+            _capacity_table(
+                layout,
+                num_slabs,
+                slab_quota,
+                contexts,
+                held_chunk_tokens(layout, chunk_tokens=chunk_tokens, step_pages_bytes=step_pages_bytes),
+                interval_tokens,
+            ),
         ]
     )
 
@@ -114,8 +125,17 @@ def _group_table(layout: KVLayout, slab_quota: tuple[int, ...] | None) -> str:
 
 
 def _memory_lines(
-    layout: KVLayout, num_slabs: int, slab_quota: tuple[int, ...] | None, chunk_tokens: int, interval_tokens: int
+    layout: KVLayout,
+    num_slabs: int,
+    slab_quota: tuple[int, ...] | None,
+    chunk_tokens: int,
+    interval_tokens: int,
+    step_pages_bytes: int,
 ) -> str:
+    step_pages = [
+        f"step pages: {step_pages_bytes:,} B ({format_bytes(step_pages_bytes)}) behind them, for "
+        f"{region_tokens(layout, step_pages_bytes):,} prompt tokens a step"
+    ]
     sharing = "slabs move between groups" if slab_quota is None else "fixed pools"
     return "\n".join(
         [
@@ -123,6 +143,7 @@ def _memory_lines(
             f"slab: {layout.slab_units} units = {layout.slab_bytes:,} B",
             f"arena: {num_slabs:,} slabs = {num_slabs * layout.slab_bytes:,} B "
             f"({format_bytes(num_slabs * layout.slab_bytes)}), one of them the null slab; {sharing}",
+            *(step_pages if step_pages_bytes else []),
             f"prefill chunk: at most {chunk_tokens:,} tokens; eviction interval: {interval_tokens:,} tokens",
         ]
     )

@@ -123,8 +123,9 @@ class CommittingRows(RowPages):
         tree, parent, first = self.tree, self._frontier_at[row], self._num_committed_at[row]
         nodes = tree.insert_chain(parent, blocks)
         pages = self.tables[:, row, first : first + len(nodes)]
+        pages = np.where(pages < self._first_step_page, pages, NULL_PAGE)
         tree.page[:, nodes] = pages
-        tree.refs[:, nodes] = pages != NULL_PAGE  # where slid already, there is nothing to refer to
+        tree.refs[:, nodes] = pages != NULL_PAGE  # where slid already or a step page, there is nothing to refer to
         tree.pin(nodes[-1])
         tree.unpin(parent)
         self._frontier_at[row] = nodes[-1]
@@ -151,8 +152,8 @@ class CommittingRows(RowPages):
     def _give_page(self, group: int, row: int, block: int, node: int) -> None:
         tree, pages = self.tree, self._pages_at[group][row]
         page = pages[block]
-        if page == NULL_PAGE:
-            return  # slid already
+        if page == NULL_PAGE or page >= self._first_step_page:
+            return  # slid already, or nobody's
         if tree.page_at[group][node] == NULL_PAGE:
             tree.page_at[group][node] = page
             tree.lock(group, node)

@@ -13,6 +13,7 @@ from lamella.kv_cache.prefix_tree import NO_NODE, PrefixTree
 from lamella.kv_cache.replay import ReplayRule
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.spec import ceil_div
+from lamella.kv_cache.step_pages import StepPages
 
 
 class MovedPages(NamedTuple):
@@ -41,6 +42,7 @@ class RowPages:
         retention: RetentionPolicy | None = None,
         slab_quota: tuple[int, ...] | None = None,
         windowed_replay: bool = True,
+        step_pages_bytes: int = 0,
     ) -> None:
         self.layout = layout
         self.page_tokens = layout.page_tokens
@@ -48,6 +50,12 @@ class RowPages:
         self.enable_prefix_caching = enable_prefix_caching
         self.retention = RetentionPolicy() if retention is None else retention
         self.arena = Arena(layout, num_slabs, slab_quota=slab_quota)
+        self.step_pages = StepPages(layout, num_slabs, step_pages_bytes)
+        self._first_step_page = self.step_pages.first_page
+        # Row -> its step pages: (group, first block, block after the last). For the time of a step.
+        self.step_blocks: dict[int, list[tuple[int, int, int]]] = {}
+        # Row -> pages per group that it took for the step alone, because memory was idle.
+        self.num_passing: dict[int, list[int]] = {}
         specs = tuple(group.spec for group in layout.groups)
         self.tree = PrefixTree(
             specs,
@@ -113,16 +121,117 @@ class RowPages:
         old = self._num_blocks_at[row]
         if num_blocks <= old:
             return True
-        starts = [max(old, first_kept[row]) for first_kept in self._first_kept_at]
-        if not self._own_pages(row, list(enumerate(starts)), num_blocks):
+        spans = [(group, max(old, kept[row]), num_blocks) for group, kept in enumerate(self._first_kept_at)]
+        if not self._own_pages(row, spans):
             return False
         self._num_blocks_at[row] = num_blocks
         return True
 
-    def _own_pages(self, row: int, starts: Sequence[tuple[int, int]], end: int) -> bool:
-        """Own private pages for the blocks from start to `end`, for each (group, start), or for none of them."""
+    def _extend_for_chunk(self, row: int, num_computed: int, end: int) -> bool:
+        """`_extend` for the tokens [num_computed, end). Windowed blocks that only this step needs get step pages, as
+        far as there are any, unless so much memory idles that pages for all drive nothing out of the cache that is
+        kept on purpose: such pages serve as cache afterwards."""
+        num_blocks = ceil_div(end, self.page_tokens)
+        passing = self._passing_blocks(row, num_computed, end)
+        if not passing:
+            return self._extend(row, num_blocks)
+        if self._fits_into_idle_memory(row, num_blocks) and self._give_chunk(row, num_blocks, passing, []):
+            return True
+        given = [
+            (group, first, self.step_pages.take(group, min(last - first, self.step_pages.num_left(group))))
+            for group, first, last in passing
+        ]
+        if self._give_chunk(row, num_blocks, passing, given):
+            return True
+        for group, _, pages in given:
+            self.step_pages.give_back(group, len(pages))
+        return False
+
+    def _give_chunk(
+        self,
+        row: int,
+        num_blocks: int,
+        passing: Sequence[tuple[int, int, int]],
+        given: Sequence[tuple[int, int, list[int]]],
+    ) -> bool:
+        """Put the step pages `given` (group, first block, pages) into the row's tables and own pages for its other
+        blocks up to `num_blocks`, or do nothing."""
+        old = self._num_blocks_at[row]
+        spans = []
+        for group, kept in enumerate(self._first_kept_at):
+            start = max(old, kept[row])
+            for owner, first, pages in given:
+                if owner == group and pages:
+                    spans.append((group, start, first))
+                    start = first + len(pages)
+            spans.append((group, start, num_blocks))
+        if not self._own_pages(row, [span for span in spans if span[1] < span[2]]):
+            return False
+        self._num_blocks_at[row] = num_blocks
+        num_passing = [0] * self.num_groups
+        for group, first, last in passing:
+            num_passing[group] += last - first
+        for group, first, pages in given:
+            if pages:
+                self.tables[group, row, first : first + len(pages)] = pages
+                self.step_blocks.setdefault(row, []).append((group, first, first + len(pages)))
+                num_passing[group] -= len(pages)
+        self.num_passing[row] = num_passing
+        return True
+
+    def _passing_blocks(self, row: int, num_computed: int, end: int) -> list[tuple[int, int, int]]:
+        """(group, first block, block after the last) of what the chunk [num_computed, end) writes and nobody needs
+        after the step: all but the windows at the chunk's end and where a resume point will be, each with a block
+        more (see `_add_resume_point`)."""
+        page_tokens, old = self.page_tokens, self._num_blocks_at[row]
+        ends = [end // page_tokens * page_tokens]
+        if num_computed < self._junction_at[row] < ends[0]:
+            ends.append(self._junction_at[row])
+        if self.retention.keeps_block_ends and self.enable_prefix_caching:
+            blocks = range(num_computed // page_tokens + 1, end // page_tokens)
+            block_ends = (block * page_tokens for block in blocks)
+            ends += [one for one in block_ends if self.retention.keeps_block_end(one, page_tokens)]
+        ends.sort()
+        passing = []
+        for group in self.tree.windowed_groups:
+            start = max(old, self._first_kept_at[group][row])
+            for kept_end in ends:
+                kept = self.tree.specs[group].first_needed(max(0, kept_end - page_tokens)) // page_tokens
+                if start < kept:
+                    passing.append((group, start, kept))
+                start = max(start, kept_end // page_tokens)
+        return passing
+
+    def _fits_into_idle_memory(self, row: int, num_blocks: int) -> bool:
+        old = self._num_blocks_at[row]
+        num_bytes = sum(
+            (num_blocks - max(old, kept[row])) * group.page_bytes
+            for group, kept in zip(self.layout.groups, self._first_kept_at, strict=True)
+        )
+        return num_bytes <= self.idle_bytes()
+
+    def idle_bytes(self) -> int:
+        """Memory that is free, or spare pages'."""
+        groups, tree = self.layout.groups, self.tree
+        if not tree.windowed_groups:
+            return 0
+        total_bytes = (self.arena.num_slabs - 1) * self.layout.slab_bytes
+        used_bytes = sum(used * group.page_bytes for used, group in zip(self.arena.num_used, groups, strict=True))
+        return total_bytes - used_bytes + len(tree.spare) * min(groups[one].page_bytes for one in tree.windowed_groups)
+
+    def _drop_step_pages(self, row: int) -> None:
+        """The step has run, or the row is not in it after all."""
+        self.num_passing.pop(row, None)
+        for group, first, last in self.step_blocks.pop(row, ()):
+            self.tables[group, row, first:last] = NULL_PAGE
+            self._stamp(group, row)
+        if not self.step_blocks:
+            self.step_pages.reset()
+
+    def _own_pages(self, row: int, spans: Sequence[tuple[int, int, int]]) -> bool:
+        """Own private pages for the blocks from start to end, for each (group, start, end), or for none of them."""
         taken: list[tuple[int, int, list[int]]] = []
-        for group, start in starts:
+        for group, start, end in spans:
             near = self._pages_at[group][row][start - 1] if start else NULL_PAGE
             pages = self._allocate(group, end - start, near, taken)
             if pages is None:
@@ -135,7 +244,7 @@ class RowPages:
             if len(pages) == 1:
                 self._pages_at[group][row][start] = pages[0]
             else:
-                self.tables[group, row, start:end] = pages
+                self.tables[group, row, start : start + len(pages)] = pages
             self._count_owned(group, len(pages))
         return True
 
@@ -198,6 +307,8 @@ class RowPages:
         if page == NULL_PAGE:
             return
         self._pages_at[group][row][block] = NULL_PAGE
+        if page >= self._first_step_page:
+            return
         node = self._nodes_at[row][block]
         if node == NO_NODE or block < self._scratch_end_at[group][row]:
             self.arena.free(group, page)

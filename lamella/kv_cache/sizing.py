@@ -10,12 +10,17 @@ from typing import NamedTuple
 from lamella.errors import CapacityError
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import ceil_div
+from lamella.kv_cache.step_pages import region_bytes, region_tokens
+
+# Of the memory, for step pages at most.
+MAX_STEP_PAGES_SHARE = 1 / 64
 
 
 class PoolSize(NamedTuple):
     num_slabs: int  # the null slab included
     chunk_tokens: int  # largest prefill chunk that one request of max_model_len can use
     max_model_len: int
+    step_pages_bytes: int = 0  # behind the slabs, see `step_pages`
 
 
 def request_pages(layout: KVLayout, *, max_model_len: int, chunk_tokens: int, interval_tokens: int) -> tuple[int, ...]:
@@ -45,6 +50,25 @@ def request_slabs(layout: KVLayout, *, max_model_len: int, chunk_tokens: int, in
     )
 
 
+def step_pages_bytes(layout: KVLayout, *, memory_bytes: int, chunk_tokens: int) -> int:
+    """Of `memory_bytes` for step pages: what a step of `chunk_tokens` prompt tokens can use, and not too much of it."""
+    most = int(memory_bytes * MAX_STEP_PAGES_SHARE)
+    return region_bytes(layout, min(chunk_tokens, region_tokens(layout, most)))
+
+
+def held_chunk_tokens(layout: KVLayout, *, chunk_tokens: int, step_pages_bytes: int) -> int:
+    """The chunk for which `request_pages` is the most that a request holds of windowed groups while it computes
+    `chunk_tokens`: itself, or less with step pages for it.
+
+    What must stay are the window before the chunk, and the one at its end with a block more; all blocks that they
+    meet are at most 2 (reach - 1) + 5 pages of tokens, and request_pages counts reach - 1 + chunk + a page less one.
+    """
+    if not 0 < chunk_tokens <= region_tokens(layout, step_pages_bytes):
+        return chunk_tokens
+    reach = max(group.spec.reach_tokens or 0 for group in layout.groups if group.spec.is_windowed)
+    return min(chunk_tokens, reach + 4 * layout.page_tokens)
+
+
 def size_pool(
     layout: KVLayout,
     *,
@@ -53,11 +77,12 @@ def size_pool(
     longest_model_len: int,
     chunk_tokens: int,
     interval_tokens: int,
+    with_step_pages: bool = True,
 ) -> PoolSize:
-    """Slabs for `memory_bytes`, checked against one request of `max_model_len` tokens.
+    """Slabs and step pages for `memory_bytes`, checked against one request of `max_model_len` tokens.
 
     max_model_len None: the longest that fits, up to longest_model_len. A chunk too large for the memory
-    is reduced (to a page at least).
+    is reduced (to a page at least). There are no step pages where that request would not fit beside them.
     Raises CapacityError with the bytes that would do.
     """
 
@@ -78,8 +103,19 @@ def size_pool(
             + (f', or set max_model_len to at most {fits} ("auto" finds it)' if fits else "")
         )
     fitting_length = max_model_len
-    chunk = _largest(chunk_tokens, lambda smaller: slabs(fitting_length, smaller) <= num_slabs)
-    return PoolSize(num_slabs, chunk, max_model_len)
+    region = step_pages_bytes(layout, memory_bytes=memory_bytes, chunk_tokens=chunk_tokens) if with_step_pages else 0
+    slabs_beside = (memory_bytes - region) // layout.slab_bytes
+    if slabs(max_model_len, smallest_chunk) <= slabs_beside:
+        num_slabs = slabs_beside
+    else:
+        region = 0
+    chunk = _largest(
+        chunk_tokens,
+        lambda smaller: (
+            slabs(fitting_length, held_chunk_tokens(layout, chunk_tokens=smaller, step_pages_bytes=region)) <= num_slabs
+        ),
+    )
+    return PoolSize(num_slabs, chunk, max_model_len, region)
 
 
 def _largest(upper: int, fits) -> int:  # type: ignore[no-untyped-def]

@@ -8,7 +8,7 @@ from lamella.errors import CapacityError, ConfigError
 from lamella.kv_cache.capacity import num_requests_that_fit
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.report import format_bytes, format_table, kv_cache_report
-from lamella.kv_cache.sizing import PoolSize, size_pool
+from lamella.kv_cache.sizing import PoolSize, held_chunk_tokens, size_pool
 from lamella.kv_cache.split import (
     DEFAULT_RATIO,
     cell_bytes,
@@ -151,6 +151,7 @@ def make_plan(model: str, layers: LayerSpecs, options: PlanOptions) -> Plan:
             max_model_len=options.context_tokens,
             chunk_tokens=pool.chunk_tokens,
             interval_tokens=_interval(options),
+            step_pages_bytes=pool.step_pages_bytes,
         ),
         outcomes=outcomes(options.context_tokens),
         cells=tuple(_cell(layout, ratio, options.memory_bytes) for ratio in ratios),
@@ -186,7 +187,7 @@ def _elastic(system: str, layout: KVLayout, options: PlanOptions, context_tokens
         layout,
         pool.num_slabs,
         context_tokens=context_tokens,
-        chunk_tokens=pool.chunk_tokens,
+        chunk_tokens=held_chunk_tokens(layout, chunk_tokens=pool.chunk_tokens, step_pages_bytes=pool.step_pages_bytes),
         interval_tokens=_interval(options),
     )
     return Outcome(system=system, num_requests=num_requests, chunk_tokens=pool.chunk_tokens)

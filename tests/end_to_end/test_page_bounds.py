@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lamella import Engine, SamplingParams
+from lamella.kv_cache.arena import NULL_PAGE
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 WINDOW = 512
@@ -31,12 +32,22 @@ def open_engine(folder, page, interval):
 
 
 def run(engine, request_id, prompt, num_tokens):
-    """Sliding pages owned after each step, of prefill and of decode, and the request's last output."""
+    """Sliding pages in the only request's table in each step, of prefill and of decode, and its last output."""
     engine.add_request(request_id, prompt, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
-    prefill, decode = [], []
+    prefill, decode, planned = [], [], []
+    scheduler = engine._require_open().scheduler
+    schedule, manager = type(scheduler).schedule, scheduler.manager
+    group = [group.name for group in manager.layout.groups].index("sliding_512")
+
+    def watched():
+        plan = schedule(scheduler)
+        planned.append(int((manager.tables[group] != NULL_PAGE).sum()))
+        return plan
+
+    scheduler.schedule = watched
     while True:
         outputs = engine.step()
-        held = engine.stats().pages["sliding_512"].owned
+        held = planned[-1]
         if outputs and outputs[0].finished:
             return prefill, decode, outputs[0]
         # The step that finishes the prompt gives the first token; decode begins with the second.

@@ -1,18 +1,19 @@
 """A model without arithmetic: KV contents are tags that name exactly which tokens led to them.
 
 The tag of a position is a digest of the salt and all tokens up to it. Executing a step copies and
-writes tags as a real runner does bytes, and every query checks each key that it may see. The next
+writes tags as a real runner does bytes, layer by layer, and every query checks each key that it may see. The next
 token is a function of the last tag, so the whole generation can be foretold from the prompt alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import NamedTuple
 
 import numpy as np
 
 from lamella.kv_cache.layout import KVLayout
-from lamella.model_executor.step_plan import StepPlan, StepResult
+from lamella.model_executor.step_plan import GroupPlan, StepPlan, StepResult
 
 VOCAB = 50
 
@@ -48,43 +49,61 @@ def keys_seen(kind: str, size: int, position: int) -> range:
     return range(position - position % size, position + 1)
 
 
-class Entry:
-    """KV of one position in all layers of one group: whose it is, and in which layers it is what it should be."""
+class Entry(NamedTuple):
+    """KV of one position in one layer: whose it is, and whether it is what it should be."""
 
-    __slots__ = ("exact_layers", "tag")
+    tag: bytes
+    is_exact: bool
 
-    def __init__(self, tag: bytes, exact_layers: set[int]) -> None:
-        self.tag = tag
-        self.exact_layers = exact_layers
+
+class LayerPage:
+    """One block in one layer."""
+
+    __slots__ = ("address", "entries")
+
+    def __init__(self, address: tuple[int, int], num_entries: int) -> None:
+        self.address = address  # layer that keeps the KV, page id
+        self.entries: list[Entry | None] = [None] * num_entries
 
 
 class FakeExecutor:
-    """kinds: per group ("full", 0), ("sliding", W) or ("chunked", C).
+    """kinds: per group ("full", 0), ("sliding", W) or ("chunked", C). num_slabs: of the arena; what lies behind
+    them is for the time of a step. None: nothing lies there.
 
     Where a query lacks a key that its layer should see (a replay), what comes out of that layer is inexact, and
     so is the KV of the layers above; a token must never be sampled from such a position.
     """
 
-    def __init__(self, layout: KVLayout, kinds: list[tuple[str, int]]) -> None:
+    def __init__(self, layout: KVLayout, kinds: list[tuple[str, int]], num_slabs: int | None = None) -> None:
         self.layout = layout
         self.kinds = kinds
-        self.group_of_layer = [layout.layer_address(layer)[0] for layer in range(len(layout.owners))]
-        # Keyed by the unit of memory, shared by all groups: a page that two groups think is theirs is
+        self._first_step_unit = None if num_slabs is None else num_slabs * layout.slab_units
+        self._num_layers = len(layout.owners)
+        self._groups = [layout.layer_address(layer)[0] for layer in range(self._num_layers)]
+        # Units from the page's address to the layer's part, and how many that has.
+        self._offsets = [layout.layer_address(layer)[1] // layout.unit_bytes for layer in range(self._num_layers)]
+        self._units = [
+            layout.page_tokens * layout.groups[group].spec.token_bytes // layout.unit_bytes for group in self._groups
+        ]
+        # Keyed by the unit of memory, shared by all layers of all groups: a place that two think is theirs is
         # overwritten, and noticed.
-        self.memory: dict[int, tuple[int, int, list[Entry | None]]] = {}
+        self.memory: dict[int, LayerPage] = {}
         self.most_keys_checked = 0
         self.num_replayed_tokens = 0
         self.num_inexact_outputs = 0
+        self.num_step_page_tokens = 0
 
-    def _page(self, group: int, page: int) -> list[Entry | None]:
-        units = range(page, page + self.layout.groups[group].page_units)
-        owners = {id(self.memory.get(unit)) for unit in units}
-        owner = self.memory.get(page)
-        if owner is None or len(owners) > 1 or owner[:2] != (group, page):
-            owner = (group, page, [None] * self.layout.page_tokens)
+    def _entries(self, layer: int, page: int) -> list[Entry | None]:
+        """Of one block in an owner's layer. Where another wrote since, nothing is left."""
+        first = page + self._offsets[layer]
+        address = (layer, page)
+        found = self.memory.get(first)
+        units = range(first, first + self._units[layer])
+        if found is None or found.address != address or any(self.memory.get(unit) is not found for unit in units):
+            found = LayerPage(address, self.layout.page_tokens)
             for unit in units:
-                self.memory[unit] = owner
-        return owner[2]
+                self.memory[unit] = found
+        return found.entries
 
     def execute(self, plan: StepPlan, contexts: list[tuple[str | None, list[int]]]) -> StepResult:
         """contexts: per request of the plan its salt and all its tokens so far."""
@@ -93,83 +112,80 @@ class FakeExecutor:
         for group, part in enumerate(plan.groups):
             self._copy(group, part.copies.src_pages, part.copies.dst_pages)
         all_tags = [tags_of(salt, tokens) for salt, tokens in contexts]
+        all_positions = [self._positions(plan, index) for index in range(len(contexts))]
         for index, (_, tokens) in enumerate(contexts):
-            positions = self._positions(plan, index)
-            start = int(plan.query_start[index])
+            positions, start = all_positions[index], int(plan.query_start[index])
             assert plan.token_ids[start : start + len(positions)].tolist() == [tokens[one] for one in positions]
             assert positions[-1] + 1 == plan.seq_lens[index]
-            self._write(plan, index, all_tags[index])
-        for index in range(len(contexts)):
-            for group, part in enumerate(plan.groups):
-                self._check_reads(plan, index, group, part, all_tags[index])
-        self._check_exactness(plan, len(contexts))
+        self._count(plan)
+        exact = [dict.fromkeys(positions, True) for positions in all_positions]
+        for layer in range(self._num_layers):
+            for index, of_position in enumerate(exact):
+                if self.layout.owners[layer] == layer:
+                    self._write(plan, layer, index, of_position, all_tags[index])
+            for index, of_position in enumerate(exact):
+                self._read(plan, layer, index, of_position, all_tags[index])
+        for index in plan.sample_requests.tolist():
+            assert exact[index][int(plan.seq_lens[index]) - 1], "a token is sampled from an inexact position"
+        self.num_inexact_outputs += sum(not one for of_position in exact for one in of_position.values())
+        if self._first_step_unit is not None:
+            for unit in [unit for unit in self.memory if unit >= self._first_step_unit]:
+                del self.memory[unit]
         sampled = [next_token(all_tags[i][int(plan.seq_lens[i]) - 1]) for i in plan.sample_requests.tolist()]
         return StepResult(token_ids=np.array(sampled, dtype=np.int64), logprobs={})
 
     def _copy(self, group: int, sources: np.ndarray, targets: np.ndarray) -> None:
-        fresh = [list(self._page(group, int(source))) for source in sources]
-        for target, entries in zip(targets, fresh, strict=True):
-            self._page(group, int(target))[:] = entries
+        for layer in self.layout.groups[group].layers:
+            fresh = [list(self._entries(layer, int(source))) for source in sources]
+            for target, entries in zip(targets, fresh, strict=True):
+                self._entries(layer, int(target))[:] = entries
 
     @staticmethod
     def _positions(plan: StepPlan, index: int) -> list[int]:
         return plan.positions[plan.query_start[index] : plan.query_start[index + 1]].tolist()
 
-    def _write(self, plan: StepPlan, index: int, tags: list[bytes]) -> None:
+    def _count(self, plan: StepPlan) -> None:
+        for group, part in enumerate(plan.groups):
+            is_unwritten = part.slot_mapping < 0
+            assert self.kinds[group][0] == "full" or not is_unwritten.any(), "windowed KV is always written"
+            self.num_replayed_tokens += int(is_unwritten.sum())
+            if self._first_step_unit is not None:
+                pages = part.slot_mapping // self.layout.page_tokens
+                self.num_step_page_tokens += int((pages >= self._first_step_unit).sum())
+
+    def _write(self, plan: StepPlan, layer: int, index: int, exact: dict[int, bool], tags: list[bytes]) -> None:
         page_tokens = self.layout.page_tokens
         rows = slice(int(plan.query_start[index]), int(plan.query_start[index + 1]))
-        num_unwritten = 0
-        for group, part in enumerate(plan.groups):
-            for slot, position in zip(part.slot_mapping[rows].tolist(), self._positions(plan, index), strict=True):
-                if slot < 0:
-                    assert self.kinds[group][0] == "full", "windowed KV is always written"
-                    num_unwritten += 1
-                else:
-                    page = self._page(group, slot // page_tokens)
-                    page[slot % page_tokens] = Entry(tags[position], set())
-        self.num_replayed_tokens += num_unwritten
+        slots = plan.groups[self._groups[layer]].slot_mapping[rows].tolist()
+        for slot, (position, is_exact) in zip(slots, exact.items(), strict=True):
+            if slot >= 0:
+                self._entries(layer, slot // page_tokens)[slot % page_tokens] = Entry(tags[position], is_exact)
 
-    def _entry(self, part, index: int, group: int, key: int) -> Entry:
-        page = int(part.block_tables[index, key // self.layout.page_tokens - int(part.first_blocks[index])])
-        assert page >= 0, f"group {group}: key {key} is needed but its page is gone"
-        entry = self._page(group, page)[key % self.layout.page_tokens]
-        assert entry is not None, f"group {group}: key {key} was never written"
-        return entry
-
-    def _check_reads(self, plan: StepPlan, index: int, group: int, part, tags: list[bytes]) -> None:
+    def _read(self, plan: StepPlan, layer: int, index: int, exact: dict[int, bool], tags: list[bytes]) -> None:
+        """Each query checks all that it sees; `exact` (position -> whether) becomes what comes out of the layer."""
+        group, owner, page_tokens = self._groups[layer], self.layout.owners[layer], self.layout.page_tokens
+        part: GroupPlan = plan.groups[group]
+        first_key, first_block = int(part.first_keys[index]), int(part.first_blocks[index])
+        views = {position: keys_seen(*self.kinds[group], position) for position in exact}
+        table = part.block_tables[index].tolist()
+        bad: set[int] = set()
         seen: set[int] = set()
-        for position in self._positions(plan, index):
-            seen.update(keys_seen(*self.kinds[group], position))
-        seen = {key for key in seen if key >= part.first_keys[index]}
+        for view in views.values():
+            seen.update(view)
+        num_checked = 0
         for key in seen:
-            entry = self._entry(part, index, group, key)
-            assert entry.tag == tags[key], f"group {group}: key {key} holds another token's KV"
-        self.most_keys_checked = max(self.most_keys_checked, len(seen))
-
-    def _check_exactness(self, plan: StepPlan, num_requests: int) -> None:
-        """Layer by layer, as the model runs."""
-        exact = [dict.fromkeys(self._positions(plan, index), True) for index in range(num_requests)]
-        for layer, group in enumerate(self.group_of_layer):
-            part = plan.groups[group]
-            page_tokens = self.layout.page_tokens
-            for index, of_position in enumerate(exact):
-                start = int(plan.query_start[index])
-                for offset, is_exact in enumerate(of_position.values()):
-                    slot = int(part.slot_mapping[start + offset])
-                    if slot >= 0 and is_exact:
-                        entry = self._page(group, slot // page_tokens)[slot % page_tokens]
-                        assert entry is not None
-                        entry.exact_layers.add(layer)
-            for index, of_position in enumerate(exact):
-                first_key = int(part.first_keys[index])
-                bad = {
-                    key
-                    for key in {key for one in of_position for key in keys_seen(*self.kinds[group], one)}
-                    if key < first_key or layer not in self._entry(part, index, group, key).exact_layers
-                }
-                for position in of_position:
-                    if bad and not bad.isdisjoint(keys_seen(*self.kinds[group], position)):
-                        of_position[position] = False
-        for index in plan.sample_requests.tolist():
-            assert exact[index][int(plan.seq_lens[index]) - 1], "a token is sampled from an inexact position"
-        self.num_inexact_outputs += sum(not one for of_position in exact for one in of_position.values())
+            if key < first_key:
+                bad.add(key)
+                continue
+            num_checked += 1
+            page = table[key // page_tokens - first_block]
+            assert page >= 0, f"layer {layer}: key {key} is needed but its page is gone"
+            entry = self._entries(owner, page)[key % page_tokens]
+            assert entry is not None, f"layer {layer}: key {key} was never written, or written over"
+            assert entry.tag == tags[key], f"layer {layer}: key {key} holds another token's KV"
+            if not entry.is_exact:
+                bad.add(key)
+        self.most_keys_checked = max(self.most_keys_checked, num_checked)
+        for position, view in views.items():
+            if bad and not bad.isdisjoint(view):
+                exact[position] = False

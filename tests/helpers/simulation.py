@@ -13,6 +13,7 @@ from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import request_slabs, size_pool
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from lamella.kv_cache.step_pages import region_bytes
 from tests.helpers.fake_executor import FakeExecutor
 
 
@@ -42,6 +43,9 @@ class Simulation:
     """Requests of made-up tokens through the scheduler; the invariants are checked after every step.
 
     extra_slabs: the arena's size beyond what one request of max_model_len needs at least (in slabs).
+    step_tokens: prompt tokens of a step for which there are step pages, beyond that.
+    never_idle: use step pages wherever there are any, however much memory is free.
+    kv_sharing: see build_layout.
     retention: None: "tails" without spare pages, for what idle memory still has would hide what is kept on purpose.
     """
 
@@ -59,8 +63,11 @@ class Simulation:
         scheduling_policy: str = "fcfs",
         retention: RetentionPolicy | None = None,
         windowed_replay: bool = True,
+        step_tokens: int = 0,
+        never_idle: bool = False,
+        kv_sharing: dict[int, int] | None = None,
     ) -> None:
-        layout = build_layout(specs, page_tokens=page_tokens)
+        layout = build_layout(specs, page_tokens=page_tokens, kv_sharing=kv_sharing)
         interval = interval_tokens or page_tokens
         smallest = request_slabs(
             layout, max_model_len=max_model_len, chunk_tokens=min(page_tokens, chunk_tokens), interval_tokens=interval
@@ -68,19 +75,22 @@ class Simulation:
         pool = size_pool(
             layout, memory_bytes=(1 + smallest + extra_slabs) * layout.slab_bytes, max_model_len=max_model_len,
             longest_model_len=max_model_len, chunk_tokens=chunk_tokens, interval_tokens=interval,
+            with_step_pages=False,
         )  # fmt: skip
         self.manager = HybridBlockManager(
             layout, num_slabs=pool.num_slabs, num_rows=max_num_seqs, max_model_len=max_model_len,
             interval_tokens=interval, enable_prefix_caching=enable_prefix_caching,
-            windowed_replay=windowed_replay,
+            windowed_replay=windowed_replay, step_pages_bytes=region_bytes(layout, step_tokens),
             retention=RetentionPolicy(spare=False) if retention is None else retention,
         )  # fmt: skip
+        if never_idle:
+            self.manager.idle_bytes = lambda: 0
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max(chunk_tokens, max_num_seqs),
-            max_model_len=max_model_len, chunk_tokens=pool.chunk_tokens,
+            max_model_len=max_model_len, chunk_tokens=max(pool.chunk_tokens, min(chunk_tokens, step_tokens)),
             scheduling_policy=scheduling_policy,
         )  # fmt: skip
-        self.executor = FakeExecutor(layout, [kind_of(group.spec) for group in layout.groups])
+        self.executor = FakeExecutor(layout, [kind_of(group.spec) for group in layout.groups], pool.num_slabs)
         self.max_model_len = max_model_len
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}

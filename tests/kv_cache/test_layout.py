@@ -21,10 +21,10 @@ def model(num_full, full_heads, num_sliding, sliding_heads, *, k_dim=128, v_dim=
 @pytest.mark.parametrize(
     ("specs", "unit_bytes", "page_units", "slab_units"),
     [
-        (model(9, 4, 39, 8, k_dim=192), 122_880, (3, 26), 78),  # MiMo-V2-Flash
-        (model(10, 16, 52, 16), 262_144, (5, 26), 130),  # Gemma 3 27B, 10 full + 52 SWA
-        (model(12, 8, 12, 8, k_dim=64, v_dim=64), 393_216, (1, 1), 1),  # gpt-oss-20b
-        (model(3, 1, 15, 1, k_dim=256, v_dim=256, itemsize=4), 98_304, (1, 5), 5),  # Gemma 3 270M
+        (model(9, 4, 39, 8, k_dim=192), 40_960, (9, 78), 234),  # MiMo-V2-Flash
+        (model(10, 16, 52, 16), 131_072, (10, 52), 260),  # Gemma 3 27B, 10 full + 52 SWA
+        (model(12, 8, 12, 8, k_dim=64, v_dim=64), 32_768, (12, 12), 12),  # gpt-oss-20b
+        (model(3, 1, 15, 1, k_dim=256, v_dim=256, itemsize=4), 32_768, (3, 15), 15),  # Gemma 3 270M
     ],
     ids=["mimo", "gemma-27b", "gpt-oss", "gemma-270m"],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from lamella.errors import CapacityError
 from lamella.kv_cache.layout import build_layout
-from lamella.kv_cache.sizing import request_slabs, size_pool
+from lamella.kv_cache.sizing import request_slabs, size_pool, step_pages_bytes
 from tests.helpers.simulation import Simulation, full, sliding
 
 
@@ -52,6 +52,32 @@ def test_a_small_pool_caps_the_chunk():
     tight = 1 + request_slabs(layout, max_model_len=64, chunk_tokens=4, interval_tokens=4)
     assert pool(layout, memory_bytes=tight * layout.slab_bytes).chunk_tokens < 16
     assert pool(layout, memory_bytes=2**40).chunk_tokens == 16
+
+
+def test_memory_is_slabs_and_step_pages():
+    """A block is 16 B in each layer: pages of 3 and 15, slabs of 15 (240 B). Of 24,000 B at most 375 are step pages:
+    240 B for the first block and 8 times 16 B more, 36 tokens, or what the largest chunk needs."""
+    layout = gemma_layout()
+    assert pool(layout, memory_bytes=24_000, chunk_tokens=100)[::3] == ((24_000 - 368) // 240, 368)
+    assert pool(layout, memory_bytes=24_000, chunk_tokens=16)[::3] == ((24_000 - 288) // 240, 288)
+    assert pool(layout, memory_bytes=24_000, chunk_tokens=100, with_step_pages=False)[::3] == (100, 0)
+    assert pool(build_layout([full()] * 3, page_tokens=4), memory_bytes=24_000)[::3] == (500, 0)
+
+
+def test_step_pages_give_way_to_the_longest_request():
+    """To the byte: where it just fits beside them they are there, a byte less and they are not."""
+    layout = gemma_layout()
+    need = 1 + request_slabs(layout, max_model_len=4000, chunk_tokens=4, interval_tokens=4)
+    memory_bytes = next(
+        size
+        for size in range(need * layout.slab_bytes, 2 * need * layout.slab_bytes)
+        if size - step_pages_bytes(layout, memory_bytes=size, chunk_tokens=16) >= need * layout.slab_bytes
+    )
+    sizes = {"max_model_len": 4000, "chunk_tokens": 16}
+    assert pool(layout, memory_bytes=memory_bytes, **sizes).num_slabs == need
+    assert pool(layout, memory_bytes=memory_bytes, **sizes).step_pages_bytes == 240 + 3 * 16
+    assert pool(layout, memory_bytes=memory_bytes - 1, **sizes).step_pages_bytes == 0
+    assert pool(layout, memory_bytes=memory_bytes - 1, **sizes).num_slabs >= need
 
 
 @pytest.mark.parametrize("page_tokens", [1, 3, 4])

@@ -136,9 +136,7 @@ def test_gguf_blocks_are_wanted_of_a_gguf_file(tmp_path):
 
 
 def test_an_unknown_quantization_is_refused(tmp_path):
-    with pytest.raises(
-        ConfigError, match="quantization='fp4' is not known; choose one of None, none, int8"
-    ):
+    with pytest.raises(ConfigError, match="quantization='fp4' is not known; choose one of None, none, int8"):
         LLM(str(tmp_path), quantization="fp4")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from lamella import LLM, SamplingParams
 from lamella.native.library import load_library
+from tests.helpers.step_page_watch import watch_step_pages
 from tests.parity.harness import compare_greedy, load_cases
 
 CASES = load_cases()
@@ -105,6 +106,15 @@ def test_a_pool_so_small_that_requests_are_preempted():
     with engine(kv_cache_memory_bytes=16 * 2**20, max_num_batched_tokens=64, max_model_len=256) as llm:
         compare_greedy(runner(llm), SHORT[::2])
         assert llm.engine.stats().num_preemptions > 0
+
+
+def test_long_prompts_in_chunks_with_step_pages():
+    """Window 512, chunks of 1,024, memory said never to idle: all of a chunk but the window at its end and a block
+    more, in whole blocks, shares the memory of one layer."""
+    with engine(max_num_batched_tokens=1024) as llm:
+        num_tokens = watch_step_pages(llm.engine)
+        compare_greedy(runner(llm, batch=1), LONG[:1])
+        assert max(num_tokens) == 1024 - 16 - 512
 
 
 FULL_MATRIX = {

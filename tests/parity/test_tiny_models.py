@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lamella import LLM, SamplingParams
+from tests.helpers.step_page_watch import watch_step_pages
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 NUM_TOKENS = 24
@@ -80,6 +81,22 @@ def test_greedy_tokens_equal_the_oracle_under_preemption(tiny):
     assert runs[0] == expected
     assert runs[1] == expected
     assert stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_greedy_tokens_equal_the_oracle_with_step_pages(tiny, backend, page_size):
+    """Memory said never to idle, and NaN in the region where layer after layer writes."""
+    folder, prompts, expected = tiny
+    arguments = {"max_model_len": 256, "kv_cache_memory_bytes": 2**24, "max_num_seqs": 16}
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM(str(folder), check_invariants=True, attention_backend=backend, page_size=page_size, **arguments) as llm:
+        num_tokens = watch_step_pages(llm.engine)
+        for _ in range(2):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        # Of a prompt of 115 tokens all but the window of 16, two blocks and what is left of one.
+        assert sum(num_tokens) >= 115 - 16 - 3 * page_size
 
 
 def test_a_full_attention_only_and_a_sliding_only_model(tmp_path):

@@ -28,10 +28,14 @@ def test_the_plan_reproduces_the_articles_figures_for_mimo_v2_flash():
 
 
 def test_requests_of_mimo_v2_flash_counted_by_hand():
-    """Elastic: tests/kv_cache/test_split.py. r = 0.05: 2,601,104 tokens hold 79.4 requests of full pages, and 130,048
-    windowed tokens far more. Uniform: 80 GiB / (87 * 2,560 B) = 385,683 tokens, 11.8 requests."""
+    """Step pages for 8,192 tokens are 511 blocks of 81,920 B in one layer and a page of 39: 80 GiB less 45,056,000 B
+    are 8,957 slabs, one of them null, of 26 full pages or 3 sliding ones. A chunk beside them holds two windows of 129
+    and 5 blocks more, less one token, at most ceil((128 + 129 + 64 + 15) / 16) = 21 pages. So 109 requests take
+    8,586 slabs of full pages and ceil((108 * 9 + 21) / 3) = 331 of sliding ones, 110 would take 8,665 + 334.
+    r = 0.05: 2,601,104 tokens hold 79.4 requests of full pages, and 130,048 windowed tokens far more.
+    Uniform: 80 GiB / (87 * 2,560 B) = 385,683 tokens, 11.8 requests."""
     requests = requests_of(plan_of("mimo-v2-flash"))
-    assert requests["elastic"] == 107
+    assert requests["elastic"] == 109
     assert requests["fixed pools, r=0.05"] == 79
     assert requests["fixed pools, r=0.8"] == 14
     assert requests["uniform (hybrid off)"] == 11
@@ -39,35 +43,38 @@ def test_requests_of_mimo_v2_flash_counted_by_hand():
 
 def test_requests_of_gpt_oss_20b_counted_by_hand():
     """Pages of both groups are one slab of 393,216 B; 80 GiB are 218,452 of them beside the null slab.
-    Elastic: 2,048 k + 9 (k - 1) + 521 <= 218,452 up to k = 105. r = 1: 109,226 each, 53.3 requests of full pages."""
+    Elastic: 43.6 slabs are for step pages (511 blocks of 32,768 B and a page), and a chunk holds 21 pages beside them:
+    2,048 k + 9 (k - 1) + 21 <= 218,408 up to k = 106. r = 1: 109,226 each, 53.3 requests of full pages."""
     requests = requests_of(plan_of("gpt-oss-20b"))
-    assert requests["elastic"] == 105
+    assert requests["elastic"] == 106
     assert requests["fixed pools, r=1"] == 53
 
 
 def test_gemma_3n_e4b_counted_by_hand():
     """35 layers, every fifth full; 0 to 19 keep KV (16 sliding, 4 full), 20 to 34 read 18's or 19's.
     A token is 2 heads * (256 + 256) elements * 2 B = 2,048 B in each of 20 layers, a page of 16 tokens 32,768 B a
-    layer: 131,072 B full (one unit), 524,288 B sliding (four units, one slab); four full pages to a slab.
-    1 GiB is 2,048 slabs, one of them null. A request of 8,192 tokens decodes in 512 full pages (128 slabs) and
-    ceil((511 + 16) / 16) = 33 sliding ones: 161 slabs. One request prefills 2,048 tokens in
-    ceil((512 + 2,048 + 14) / 16) = 161: 161 k + 128 <= 2,047 up to k = 11.
+    layer (one unit): 131,072 B full, 524,288 B sliding (one slab); four full pages to a slab. All layers that read
+    another's KV come last, so there are step pages: 127 units and a page for 2,048 tokens. 1 GiB less 4,685,824 B is
+    2,039 slabs, one of them null. A request of 8,192 tokens decodes in 512 full pages (128 slabs) and
+    ceil((511 + 16) / 16) = 33 sliding ones: 161 slabs. One request prefills in
+    ceil((511 + 512 + 64 + 15) / 16) = 69: 128 k + 33 (k - 1) + 69 <= 2,038 up to k = 12.
     Uniform: 20 layers are 655,360 B a page, so 1,638 pages, one null, for 512 a request: 3."""
     plan = plan_of("gemma-3n-e4b", PlanOptions(memory_bytes=1 << 30, context_tokens=8192))
     requests = requests_of(plan)
-    assert requests["elastic"] == 11
+    assert requests["elastic"] == 12
     assert requests["uniform (hybrid off)"] == 3
     text = plan.report()
     lines = lines_of(text)
-    assert ["full", "4", "131,072", "1", "4", "0.00%"] in lines
-    assert ["sliding_512", "16", "524,288", "4", "1", "0.00%"] in lines
+    assert ["full", "4", "131,072", "4", "4", "0.00%"] in lines
+    assert ["sliding_512", "16", "524,288", "16", "1", "0.00%"] in lines
     sliding, full = ["sliding_512", "sliding", "window", "512"], ["full", "full", "all"]
     assert ["15-18", *sliding, "2", "256", "256", "2,048"] in lines
     assert ["19", *full, "2", "256", "256", "2,048"] in lines
     assert ["20-23", *sliding, "2", "256", "256", "shares", "layer", "18's"] in lines
     assert ["34", *full, "2", "256", "256", "shares", "layer", "19's"] in lines
     # 512 * 131,072 + 33 * 524,288 B; with every layer its own it would be 7/4 of the full and 7/4 of the sliding part.
-    assert ["8,192", "11", "80.5", "MiB", "33", "512"] in lines
+    assert "step pages: 4,685,824 B (4.5 MiB) behind them, for 2,048 prompt tokens a step" in text
+    assert ["8,192", "12", "80.5", "MiB", "33", "512"] in lines
     # F = 2,048 B: 4 F + 0.8 * 16 F.
     cell = next(cell for cell in plan.cells if cell.ratio == 0.8)
     assert cell.num_units == pytest.approx(16.8)

@@ -16,7 +16,7 @@ from tests.helpers.planted_faults import FAULTS
 from tests.helpers.serving import run_all, serve
 from tests.helpers.simulation import Simulation, chunked, full, sliding
 from tests.helpers.table_watch import watch_tables
-from tests.kv_cache import test_expectations, test_moves, test_passed_resume_points, test_spare
+from tests.kv_cache import test_expectations, test_moves, test_passed_resume_points, test_spare, test_step_pages
 from tests.model_executor import test_page_moves
 
 HYBRID = [full(), sliding(9), sliding(9)]
@@ -254,6 +254,16 @@ SCENARIOS = [
     test_passed_resume_points.test_a_place_where_prompts_part_is_not_passed,
     test_moves.test_a_slab_comes_free_for_another_group,
     test_page_moves.test_moves_run_in_their_order_and_copies_after_them,
+    test_step_pages.TestWhichBlocks().test_a_second_chunk_gives_none_for_blocks_that_are_there,
+    test_step_pages.TestWhichBlocks().test_where_prompts_parted_a_window_stays_too,
+    test_step_pages.TestWhichBlocks().test_what_the_region_does_not_hold_gets_pages,
+    test_step_pages.TestWhichBlocks().test_memory_that_is_not_to_be_had_takes_no_step_pages,
+    test_step_pages.TestWhichBlocks().test_two_requests_of_a_step_have_different_ones,
+    test_step_pages.TestNobodys().test_the_region_is_free_again_after_the_step,
+    test_step_pages.TestNobodys().test_the_tree_has_tombstones,
+    test_step_pages.test_prompts_are_found_again_where_they_end_and_where_they_part,
+    test_step_pages.test_a_preempted_prefill_resumes_where_it_was,
+    lambda: test_step_pages.test_tight_memory_gives_what_the_prompts_foretell(1, *test_step_pages.READ_LATER, True),
     *[lambda seed=seed: test_moves.life(seed, num_failing=3) for seed in range(100, 104)],
 ]
 
@@ -264,8 +274,9 @@ MAX_MODEL_LEN = 60
 def random_life(seed):
     """A random model under memory pressure, and random requests that share prefixes."""
     draw = random.Random(seed)
+    specs = [draw.choice(LAYERS) for _ in range(draw.randint(1, 4))]
     simulation = Simulation(
-        [draw.choice(LAYERS) for _ in range(draw.randint(1, 4))],
+        specs,
         page_tokens=draw.choice([1, 3, 4, 16]),
         max_model_len=MAX_MODEL_LEN,
         extra_slabs=draw.choice([0, 2, 8, 60]),
@@ -274,6 +285,9 @@ def random_life(seed):
         interval_tokens=draw.choice([None, 6]),
         scheduling_policy=draw.choice(["fcfs", "prefix"]),
         retention=RetentionPolicy(*draw.choice([("tails", None), ("tails", 10), ("all", None)])),
+        step_tokens=draw.choice([0, 40]),
+        never_idle=draw.random() < 0.7,
+        kv_sharing={len(specs) - 1: specs.index(specs[-1])} if specs.index(specs[-1]) < len(specs) - 1 else None,
     )
     watch_tables(simulation)
     expected = {}

@@ -33,20 +33,30 @@ MAX_MODEL_LEN = 70
 BASES = [[(7 * base + 3 * i * (base + 1)) % 50 for i in range(60)] for base in range(3)]
 
 
+def last_of_each_kind(specs) -> dict[int, int]:
+    """Every last layer of its kind reads the KV of the first."""
+    first = {spec: layer for layer, spec in reversed(list(enumerate(specs)))}
+    last = {spec: layer for layer, spec in enumerate(specs)}
+    return {last[spec]: first[spec] for spec in first if last[spec] != first[spec]}
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         specs=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=6),
-        page_tokens=st.sampled_from([1, 3, 16]),
+        page_tokens=st.sampled_from([1, 3, 3, 16]),
         extra_slabs=st.sampled_from([0, 1, 3, 8, 40, 400, 400]),
-        chunk_tokens=st.sampled_from([4, 5, 16, 40]),
+        chunk_tokens=st.sampled_from([4, 5, 16, 40, 40]),
         max_num_seqs=st.sampled_from([1, 2, 4]),
         interval_tokens=st.sampled_from([None, 1, 6, 20]),
         caching=st.sampled_from([True, True, True, False]),
         policy=st.sampled_from(["fcfs", "prefix"]),
         retention=st.sampled_from([("tails",), ("tails", None, False), ("tails", 10), ("all",), ("none",)]),
         replay=st.sampled_from([True, True, False]),
+        step_tokens=st.sampled_from([0, 6, 24, 48, 48]),
+        never_idle=st.sampled_from([True, True, False]),
+        shares_kv=st.sampled_from([False, False, True]),
     )
-    def start(self, specs, page_tokens, extra_slabs, retention, policy, replay, caching, **sizes):
+    def start(self, specs, page_tokens, extra_slabs, retention, policy, replay, caching, shares_kv, **sizes):
         self.simulation = Simulation(
             specs,
             page_tokens=page_tokens,
@@ -56,6 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduling_policy=policy,
             retention=RetentionPolicy(*retention),
             windowed_replay=replay,
+            kv_sharing=last_of_each_kind(specs) if shares_kv else None,
             **sizes,
         )
         self.expected: dict[str, list[int]] = {}

@@ -99,7 +99,7 @@ def build_scheduler(
     stored = without_sliding(specs) if system.kind == "hybrid-off" else list(specs)
     layout = build_layout(stored, page_tokens=limits.page_tokens)
     interval_tokens = limits.eviction_tokens
-    slab_quota = None
+    slab_quota, step_pages_bytes = None, 0
     if system.kind == "split":
         pools = split_pools(
             layout,
@@ -123,7 +123,7 @@ def build_scheduler(
             chunk_tokens=limits.max_num_batched_tokens,
             interval_tokens=interval_tokens,
         )
-        num_slabs, chunk_tokens = size.num_slabs, size.chunk_tokens
+        num_slabs, chunk_tokens, step_pages_bytes = size.num_slabs, size.chunk_tokens, size.step_pages_bytes
     manager = HybridBlockManager(
         layout,
         num_slabs=num_slabs,
@@ -131,6 +131,7 @@ def build_scheduler(
         max_model_len=max_model_len,
         interval_tokens=interval_tokens,
         slab_quota=slab_quota,
+        step_pages_bytes=step_pages_bytes,
     )
     return Scheduler(
         manager,

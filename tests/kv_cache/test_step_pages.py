@@ -1,0 +1,457 @@
+"""Step pages: sliding KV of a chunk that nobody needs after the step takes one layer's memory, and leaves no trace."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from lamella.engine.admission import Admission
+from lamella.engine.request import Request
+from lamella.engine.request_rows import RequestRows
+from lamella.engine.sampling_params import SamplingParams
+from lamella.kv_cache import invariants
+from lamella.kv_cache.arena import NULL_PAGE
+from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.layout import build_layout
+from lamella.kv_cache.prefix_tree import NO_MATCH
+from lamella.kv_cache.retention import RetentionPolicy
+from lamella.kv_cache.sizing import held_chunk_tokens
+from lamella.kv_cache.step_pages import StepPages, can_have_step_pages, region_bytes, region_tokens
+from tests.helpers.fake_executor import foretell
+from tests.helpers.serving import run_all, serve
+from tests.helpers.simulation import Simulation, chunked, full, sliding
+
+# A block of 4 tokens is 16 B in each layer, so a unit is 16 B: pages of 1 and 2 units, 2 and 1 to a slab of 2.
+HYBRID = [full(), sliding(9), sliding(9)]
+TAILS = RetentionPolicy(spare=False)
+
+
+def manager_of(
+    specs=HYBRID, *, page_tokens=4, num_slabs=60, step_tokens=64, kv_sharing=None, never_idle=True, **options
+):
+    layout = build_layout(specs, page_tokens=page_tokens, kv_sharing=kv_sharing)
+    manager = HybridBlockManager(
+        layout, num_slabs=num_slabs, num_rows=3, max_model_len=120, interval_tokens=page_tokens,
+        step_pages_bytes=region_bytes(layout, step_tokens), **{"retention": TAILS, **options},
+    )  # fmt: skip
+    if never_idle:
+        manager.idle_bytes = lambda: 0
+    return manager
+
+
+def tokens(num_tokens: int, first: int = 0) -> np.ndarray:
+    return np.arange(first, first + num_tokens, dtype=np.int32)
+
+
+def start(manager, row: int, prompt: np.ndarray, num_tokens: int) -> int:
+    """Admit to `row` and grow by a chunk up to `num_tokens`; how many tokens were found."""
+    match = manager.match(prompt)
+    assert manager.begin(row, match)
+    assert manager.grow(row, match.num_tokens, num_tokens - match.num_tokens, is_prefill=True)
+    manager.commit_ahead(row, prompt, num_tokens)
+    invariants.check(manager)
+    return match.num_tokens
+
+
+def finish(manager, row: int, prompt: np.ndarray, num_computed: int, *, ends_prompt: bool = False) -> None:
+    """What the scheduler does when the step has run."""
+    manager.end_step()
+    manager.commit(row, prompt, num_computed, ends_prompt=ends_prompt)
+    manager.slide(row, max(0, num_computed - manager.page_tokens))
+    invariants.check(manager)
+
+
+def request_of(prompt: np.ndarray) -> Request:
+    return Request(
+        request_id="r", sample_index=0, params=SamplingParams(temperature=0), token_ids=prompt,
+        num_prompt_tokens=len(prompt), max_total_tokens=len(prompt) + 1, seed=0, eos_token_ids=frozenset(),
+        stop_token_ids=frozenset(), arrival_time=0.0,
+    )  # fmt: skip
+
+
+def step_blocks(manager, row: int, group: int) -> list[int]:
+    pages = manager.tables[group, row]
+    return np.flatnonzero((pages != NULL_PAGE) & (pages >= manager.step_pages.first_page)).tolist()
+
+
+class TestRegion:
+    def test_bytes_counted_by_hand(self):
+        """Two sliding layers of 16 B a block: k blocks take k + 1 layer pages. With 7 B over nothing more fits."""
+        layout = build_layout(HYBRID, page_tokens=4)
+        assert [region_bytes(layout, count) for count in (0, 3, 4, 7, 8, 20)] == [0, 0, 32, 32, 48, 96]
+        assert [region_tokens(layout, size) for size in (0, 31, 32, 47, 48, 96, 103)] == [0, 0, 4, 4, 8, 20, 20]
+
+    def test_groups_use_the_same_bytes(self):
+        """Blocks of 16, 32 and 48 B in one layer; three layers of the second, one of the third: five blocks take
+        4 * 32 + 96 = 224 B and 240 B, the larger."""
+        specs = [full(), sliding(5, 2), sliding(5, 2), sliding(5, 2), sliding(7, 3)]
+        layout = build_layout(specs, page_tokens=4)
+        assert region_bytes(layout, 20) == 240
+        assert region_tokens(layout, 240) == 20
+        assert region_tokens(layout, 239) == 16
+
+    @pytest.mark.parametrize(
+        ("kv_sharing", "expected"),
+        [
+            ({}, [False, True, True, True]),
+            ({5: 3}, [False, True, True, True]),  # layer 4, full attention, writes in between
+            ({5: 1}, [False, False, True, True]),  # so does layer 2, windowed, into the same bytes
+            ({6: 2}, [False, True, False, True]),
+            ({5: 3, 6: 2}, [False, True, False, True]),  # 3 writes before 6 reads 2
+        ],
+    )
+    def test_whose_kv_is_read_after_others_have_written_has_none(self, kv_sharing, expected):
+        specs = [full(), sliding(5), sliding(7), chunked(8), full(), chunked(8), sliding(7)]
+        specs[5] = specs[kv_sharing.get(5, 5)]
+        layout = build_layout(specs, page_tokens=4, kv_sharing=kv_sharing)
+        assert [can_have_step_pages(layout, group) for group in range(4)] == expected
+        pages = StepPages(layout, 3, 1000)
+        assert [pages.num_left(group) > 0 for group in range(4)] == expected
+
+    def test_no_windows_no_region(self):
+        layout = build_layout([full()] * 3, page_tokens=4)
+        assert region_bytes(layout, 100) == 0
+        assert region_tokens(layout, 10**6) == 0
+
+    def test_addresses(self):
+        """Five slabs of two units. A sliding page is two units, its step pages one apart; the last one ends with the
+        region: (3 - 1) + 2 units."""
+        layout = build_layout(HYBRID, page_tokens=4)
+        pages = StepPages(layout, 5, region_bytes(layout, 12))
+        assert pages.num_bytes == 4 * 16
+        assert (pages.num_left(0), pages.num_left(1)) == (0, 3)
+        assert pages.take(1, 2) == [10, 11]
+        assert pages.num_left(1) == 1
+        assert pages.take(1, 1) == [12]
+        assert pages.num_left(1) == 0
+        pages.reset()
+        assert pages.take(1, 3) == [10, 11, 12]
+
+    def test_every_group_starts_at_the_same_place(self):
+        """Units of 16 B, 16 of them. Pages of two layers of one unit, of one layer of two, of one layer of one."""
+        layout = build_layout([full(), sliding(5), sliding(5), sliding(7, 2), chunked(8)], page_tokens=4)
+        first = 3 * layout.slab_units
+        pages = StepPages(layout, 3, 16 * 16)
+        assert [pages.num_left(group) for group in range(4)] == [0, 15, 8, 16]
+        assert pages.take(2, 3) == [first, first + 2, first + 4]
+        assert pages.take(3, 2) == [first, first + 1]
+        assert pages.take(1, 2) == [first, first + 1]
+        assert pages.take(1, 1) == [first + 2]
+        pages.give_back(1, 2)
+        assert pages.take(1, 1) == [first + 1]
+        assert [pages.num_left(group) for group in range(4)] == [0, 13, 5, 14]
+
+
+class TestWhichBlocks:
+    """W 9, pages of 4: the window and a block more at 40 needs position 36 - 8 = 28 on, which is block 7."""
+
+    def test_a_chunk_keeps_the_window_at_its_end_and_a_block_more(self):
+        manager = manager_of()
+        prompt = tokens(60)
+        start(manager, 0, prompt, 40)
+        assert step_blocks(manager, 0, 1) == [0, 1, 2, 3, 4, 5, 6]
+        assert step_blocks(manager, 0, 0) == []
+        assert manager.num_owned == [10, 3]
+        assert manager.arena.num_used == [10, 3]
+        finish(manager, 0, prompt, 40)
+        assert manager.tables[1, 0, :10].tolist()[:7] == [NULL_PAGE] * 7
+        assert manager.first_kept[1, 0] == 7
+
+    @pytest.mark.parametrize(("end", "kept_from"), [(40, 7), (41, 7), (43, 7), (44, 8), (13, 0), (16, 1), (20, 2)])
+    def test_a_chunk_that_ends_inside_a_block_keeps_what_its_last_whole_block_needs(self, end, kept_from):
+        manager = manager_of()
+        start(manager, 0, tokens(60), end)
+        assert step_blocks(manager, 0, 1) == [*range(kept_from)]
+
+    def test_a_second_chunk_gives_none_for_blocks_that_are_there(self):
+        """From 22 on: block 5 is there. At 60 the window and a block more begin at 56 - 8 = 48, block 12."""
+        manager = manager_of()
+        prompt = tokens(60)
+        start(manager, 0, prompt, 22)
+        finish(manager, 0, prompt, 22)
+        assert manager.grow(0, 22, 38, is_prefill=True)
+        assert step_blocks(manager, 0, 1) == [*range(6, 12)]
+        invariants.check(manager)
+
+    def test_chunked_local_keeps_the_chunk_of_the_block_before_the_end(self):
+        """Chunks of 16: at 40 the block before begins at 36, in the chunk from 32; at 32 it is in the one from 16."""
+        for end, kept_from in ((40, 8), (32, 4), (36, 8), (37, 8)):
+            manager = manager_of([full(), chunked(16), chunked(16)])
+            start(manager, 0, tokens(60), end)
+            assert step_blocks(manager, 0, 1) == [*range(kept_from)]
+
+    def test_where_prompts_parted_a_window_stays_too(self):
+        """The second prompt parts at 24, whose window and a block more begin at 20 - 8 = 12, block 3."""
+        manager = manager_of()
+        first = tokens(48)
+        start(manager, 0, first, 48)
+        finish(manager, 0, first, 48, ends_prompt=True)
+        second = np.concatenate([tokens(24), tokens(36, 200)])
+        assert start(manager, 1, second, 60) == 0
+        assert step_blocks(manager, 1, 1) == [0, 1, 2, 6, 7, 8, 9, 10, 11]
+        finish(manager, 1, second, 60, ends_prompt=True)
+        assert manager.match(np.concatenate([tokens(24), tokens(9, 300)])).num_tokens == 24
+
+    def test_the_grid_stays(self):
+        """Every 20 tokens: at 20 from 16 - 8 = 8 on, at 40 from 28 on, at the end from 48 on."""
+        manager = manager_of(retention=RetentionPolicy("tails", 20, spare=False))
+        prompt = tokens(60)
+        start(manager, 0, prompt, 60)
+        assert step_blocks(manager, 0, 1) == [0, 1, 5, 6, 10, 11]
+        finish(manager, 0, prompt, 60, ends_prompt=True)
+        for shared in (20, 40):
+            assert manager.match(np.concatenate([tokens(shared), tokens(9, 300)])).num_tokens == shared
+
+    def test_where_every_block_end_stays_there_are_none(self):
+        manager = manager_of(retention=RetentionPolicy("all"))
+        start(manager, 0, tokens(60), 60)
+        assert step_blocks(manager, 0, 1) == []
+
+    def test_decodes_have_none(self):
+        manager = manager_of()
+        start(manager, 0, tokens(60), 10)
+        finish(manager, 0, tokens(60), 10)
+        assert manager.grow(0, 10, 30, is_prefill=False)
+        assert step_blocks(manager, 0, 1) == []
+
+    def test_idle_memory_is_used_instead(self):
+        """10 full and 10 sliding pages are 480 B: 15 slabs of 32 B beside the null slab. What nobody needs after the
+        step stays as spare pages."""
+        for num_slabs, expected in ((16, []), (15, [0, 1, 2, 3, 4, 5, 6])):
+            manager = manager_of(num_slabs=num_slabs, retention=RetentionPolicy(), never_idle=False)
+            start(manager, 0, tokens(60), 40)
+            assert step_blocks(manager, 0, 1) == expected
+            finish(manager, 0, tokens(60), 40)
+            assert len(manager.tree.spare) == 7 - len(expected)
+
+    def test_what_the_region_does_not_hold_gets_pages(self):
+        manager = manager_of(step_tokens=16)
+        prompt = tokens(60)
+        start(manager, 0, prompt, 40)
+        assert step_blocks(manager, 0, 1) == [0, 1, 2, 3]
+        assert manager.num_owned == [10, 6]
+        assert manager.num_passing == {0: [0, 3]}
+        start(manager, 1, tokens(60, 100), 40)
+        assert step_blocks(manager, 1, 1) == []
+        finish(manager, 0, prompt, 40)
+        assert manager.num_passing == {}
+
+    def test_memory_that_is_not_to_be_had_takes_no_step_pages(self):
+        """9 slabs hold 6 of the 10 full pages in 3, and 3 sliding ones; 5 + 3 is one slab more than 7."""
+        manager = manager_of(num_slabs=8)
+        assert manager.begin(0, manager.match(tokens(60)))
+        assert not manager.grow(0, 0, 40, is_prefill=True)
+        assert step_blocks(manager, 0, 1) == []
+        assert manager.step_pages.num_left(1) == 16
+        invariants.check(manager)
+
+    def test_two_requests_of_a_step_have_different_ones(self):
+        manager = manager_of()
+        for row in range(2):
+            start(manager, row, tokens(40, 100 * row), 40)
+        pages = [manager.tables[1, row, block] for row in range(2) for block in step_blocks(manager, row, 1)]
+        assert len(set(pages)) == 14
+
+    @pytest.mark.parametrize("spec", [sliding(1), sliding(9), sliding(20), chunked(8), chunked(21)], ids=str)
+    @pytest.mark.parametrize("page_tokens", [1, 3, 4, 16])
+    def test_what_a_chunk_holds_is_within_what_sizing_says(self, spec, page_tokens):
+        specs = [full(), spec, spec]
+        held = held_chunk_tokens(
+            build_layout(specs, page_tokens=page_tokens), chunk_tokens=90,
+            step_pages_bytes=region_bytes(build_layout(specs, page_tokens=page_tokens), 96),
+        )  # fmt: skip
+        assert held == min(90, spec.reach_tokens + 4 * page_tokens)
+        bound = spec.max_prefill_pages(page_tokens=page_tokens, chunk_tokens=held, max_model_len=120)
+        for first in range(1, 31):
+            manager = manager_of(specs, page_tokens=page_tokens, num_slabs=400, step_tokens=96)
+            prompt = tokens(120)
+            start(manager, 0, prompt, first)
+            finish(manager, 0, prompt, first)
+            assert manager.grow(0, first, 90, is_prefill=True)
+            assert manager.num_owned[1] <= bound
+
+    def test_sizing_counts_the_chunk_where_the_region_does_not_hold_it(self):
+        layout = build_layout(HYBRID, page_tokens=4)
+        room = region_bytes(layout, 64)
+        chunks = [held_chunk_tokens(layout, chunk_tokens=chunk, step_pages_bytes=room) for chunk in (20, 64, 65)]
+        assert chunks == [20, 25, 65]
+        assert held_chunk_tokens(layout, chunk_tokens=64, step_pages_bytes=0) == 64
+
+
+class TestNobodys:
+    def test_the_region_is_free_again_after_the_step(self):
+        """20 tokens of 4 chunks each; all get what the first got."""
+        manager = manager_of(step_tokens=20)
+        prompt = tokens(100)
+        for end in (40, 60, 80, 100):
+            num_computed = int(manager.num_settled[0]) * 4
+            if end == 40:
+                start(manager, 0, prompt, 40)
+            else:
+                assert manager.grow(0, num_computed, end - num_computed, is_prefill=True)
+            first = num_computed // 4
+            assert step_blocks(manager, 0, 1) == [*range(first, min(first + 5, end // 4 - 3))]
+            finish(manager, 0, prompt, end)
+            assert manager.step_pages.num_left(1) == 5
+
+    def test_the_tree_has_tombstones(self):
+        manager = manager_of()
+        prompt = tokens(60)
+        start(manager, 0, prompt, 40)
+        path = manager.nodes[0, :10]
+        assert manager.tree.page[1, path].tolist()[:7] == [NULL_PAGE] * 7
+        assert (manager.tree.page[1, path[7:]] != NULL_PAGE).all()
+        assert manager.match(np.concatenate([tokens(24), tokens(9, 300)])).num_tokens == 0
+        assert manager.match(np.concatenate([tokens(40), tokens(9, 300)])).num_tokens == 40
+
+    @pytest.mark.parametrize("how", ["roll_back", "release"])
+    def test_a_step_that_fails_leaves_nothing(self, how):
+        manager = manager_of()
+        prompt = tokens(60)
+        start(manager, 0, prompt, 20)
+        finish(manager, 0, prompt, 20)
+        manager.slide(0, 20)
+        before = manager.usage()
+        assert manager.grow(0, 20, 40, is_prefill=True)
+        manager.commit_ahead(0, prompt, 60)
+        assert step_blocks(manager, 0, 1)
+        if how == "roll_back":
+            assert manager.roll_back(0, 20) == 20
+            assert manager.usage() == before
+        else:
+            manager.roll_back(0, 20)
+            manager.release(0, prompt, 20)
+            assert manager.match(prompt).num_tokens == 20
+        assert step_blocks(manager, 0, 1) == []
+        assert manager.step_pages.num_left(1) == 16
+        invariants.check(manager)
+
+    def test_others_keep_theirs_when_a_row_leaves(self):
+        manager = manager_of()
+        for row in range(2):
+            start(manager, row, tokens(40, 100 * row), 40)
+        kept = manager.tables[1, 1].tolist()
+        manager.roll_back(0, 0)
+        manager.release(0, tokens(40), 0, keep=False)
+        assert manager.step_pages.num_left(1) == 2
+        assert manager.tables[1, 1].tolist() == kept
+        invariants.check(manager)
+
+    def test_compaction_leaves_them_alone(self):
+        """Slabs of two full pages or one sliding one are emptied in turn; step page ids stay what they are."""
+        manager = manager_of([full(), full(), sliding(9)], num_slabs=60)
+        for row, num_tokens in ((0, 12), (1, 12)):
+            start(manager, row, tokens(num_tokens, 100 * row), num_tokens)
+            finish(manager, row, tokens(num_tokens, 100 * row), num_tokens)
+        start(manager, 2, tokens(40, 300), 40)
+        kept = manager.tables[1, 2, :7].tolist()
+        manager.release(0, tokens(12), 12, keep=False)
+        while manager._compact(1, []) or manager._compact(0, []):
+            pass
+        assert manager.num_slab_moves > 0
+        assert manager.tables[1, 2, :7].tolist() == kept
+        invariants.check(manager)
+
+
+# Layer 6 reads what layer 1 wrote, after layer 5 has written: only the group of layer 5 has step pages.
+READ_LATER = ([sliding(5), sliding(5), full(), sliding(5), full(), sliding(9), sliding(5)], {3: 1, 4: 2, 6: 1})
+STACKS = [
+    (HYBRID, None),
+    ([sliding(5), full(), sliding(5), chunked(8), sliding(12, 2)], None),
+    READ_LATER,
+    ([sliding(5), sliding(5), full(2), chunked(6), chunked(6)], {4: 3}),
+    ([sliding(6), sliding(6)], None),
+]
+
+
+@pytest.mark.parametrize(("specs", "kv_sharing"), STACKS, ids=str)
+@pytest.mark.parametrize("page_tokens", [1, 3, 16])
+@pytest.mark.parametrize("never_idle", [True, False])
+def test_tight_memory_gives_what_the_prompts_foretell(page_tokens, specs, kv_sharing, never_idle):
+    draw = random.Random(page_tokens)
+    simulation = Simulation(
+        specs, page_tokens=page_tokens, max_model_len=160, chunk_tokens=90, extra_slabs=6, step_tokens=90,
+        never_idle=never_idle, kv_sharing=kv_sharing, windowed_replay=False,
+    )  # fmt: skip
+    base = [draw.randrange(50) for _ in range(120)]
+    prompts = [
+        [*base[: draw.randint(0, 110)], *(draw.randrange(50) for _ in range(draw.randint(1, 30)))] for _ in range(16)
+    ]
+    for index, prompt in enumerate(prompts):
+        simulation.add(f"r{index}", prompt, 8)
+        for _ in range(draw.randint(0, 3)):
+            simulation.step(fail=draw.random() < 0.1)
+    run_all(simulation)
+    for index, prompt in enumerate(prompts):
+        assert simulation.outputs[f"r{index}"] == foretell(None, prompt, 8)
+    assert not never_idle or simulation.executor.num_step_page_tokens > 0
+    assert all(usage.owned == 0 for usage in simulation.manager.usage().values())
+
+
+def test_prompts_are_found_again_where_they_end_and_where_they_part():
+    """As with pages for all: the third prompt that parts at 40 finds it, and the next turn all of the turn before."""
+    simulation = Simulation(
+        HYBRID, page_tokens=4, max_model_len=120, chunk_tokens=100, step_tokens=100, never_idle=True,
+        windowed_replay=False,
+    )  # fmt: skip
+    prompts = [[*range(40), *[41 + index] * 30] for index in range(3)]
+    assert [serve(simulation, prompt, 5) for prompt in prompts] == [0, 0, 40]
+    assert simulation.executor.num_step_page_tokens > 100
+    answer = foretell(None, prompts[0], 5)
+    assert serve(simulation, [*prompts[0], *answer, 1, 2]) == 74, "the last token of the answer was never computed"
+
+
+def test_a_preempted_prefill_resumes_where_it_was():
+    simulation = Simulation(
+        HYBRID, page_tokens=4, max_model_len=120, chunk_tokens=40, step_tokens=40, never_idle=True,
+        windowed_replay=False,
+    )  # fmt: skip
+    prompt = [(7 * index) % 50 for index in range(110)]
+    request = simulation.add("r", prompt, 3)
+    simulation.step()
+    simulation.scheduler._preempt(request.row)
+    assert simulation.manager.match(request.token_ids).num_tokens == 40
+    assert simulation.manager.match(np.array([*prompt[:38], 49, 49], np.int32)).num_tokens == 38
+    run_all(simulation)
+    assert simulation.outputs["r"] == foretell(None, prompt, 3)
+
+
+def test_idle_memory_that_is_not_to_be_had_leaves_the_step_pages():
+    """Idle by the bytes, but in 9 slabs there are 10 full pages and 4 sliding ones at most."""
+    manager = manager_of(num_slabs=10, never_idle=False)
+    manager.idle_bytes = lambda: 480
+    start(manager, 0, tokens(60), 40)
+    assert step_blocks(manager, 0, 1) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_spare_pages_are_idle():
+    """20 slabs; a first prompt leaves 5 to its full pages, 3 to its window and 7 to spare pages. The next one's 8 full
+    and 8 sliding pages, 12 slabs, are as much as idles."""
+    manager = manager_of(num_slabs=21, retention=RetentionPolicy(), never_idle=False)
+    start(manager, 0, tokens(40), 40)
+    assert step_blocks(manager, 0, 1) == []
+    finish(manager, 0, tokens(40), 40, ends_prompt=True)
+    manager.release(0, tokens(40), 40)
+    assert manager.arena.num_free_slabs == 5
+    assert len(manager.tree.spare) == 7
+    assert manager.idle_bytes() == (5 + 7) * 32
+    start(manager, 0, tokens(32, 100), 32)
+    assert step_blocks(manager, 0, 1) == []
+    assert manager.tree.num_evicted_resume_points == 0
+
+
+@pytest.mark.parametrize(("num_slabs", "starts"), [(16, True), (15, False)])
+def test_a_chunk_in_flight_is_no_claim(num_slabs, starts):
+    """The first request's chunk of 40 tokens has 10 full pages and 10 sliding ones, of which 7 are back after the step:
+    with the full page of its first answer it claims 11 of 16 B and 3 of 32 B, 272 B. The second, of 27 tokens and one
+    more, wants 7 full pages and ceil((9 + 4 + 2) / 4) = 4 sliding ones if its chunks are small, 240 B. 16 slabs of
+    32 B are just enough."""
+    manager = manager_of(num_slabs=1 + num_slabs, step_tokens=0)
+    rows = RequestRows(3, 64)
+    assert manager.begin(0, manager.match(tokens(40)))
+    assert manager.grow(0, 0, 40, is_prefill=True)
+    assert manager.num_owned == [10, 10]
+    rows.put(request_of(tokens(40)), 0)
+    assert Admission(manager, rows).has_room(request_of(tokens(27, 100)), NO_MATCH, [0], 1) is starts
