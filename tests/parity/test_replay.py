@@ -96,8 +96,8 @@ def ask(llm, prompt: list[int]) -> Answer:
 
 
 def held_kv(loaded, row: int, layer: int, num_tokens: int) -> tuple[int, torch.Tensor]:
-    manager, cache = loaded.manager, loaded.runner.caches[layer]
-    group = loaded.runner.group_of_layer[layer]
+    manager, cache = loaded.manager, loaded.runner.places[layer].cache
+    group = loaded.runner.places[layer].group
     first = int(manager.first_kept[group, row])
     pages = torch.from_numpy(manager.tables[group, row, first : -(-num_tokens // PAGE_TOKENS)])
     assert (pages >= 0).all()
