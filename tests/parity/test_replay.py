@@ -82,11 +82,17 @@ def ask(llm, prompt: list[int]) -> Answer:
         {"prompt_token_ids": prompt},
         SamplingParams(temperature=0, max_tokens=NUM_ANSWER_TOKENS, logprobs=2, ignore_eos=True),
     )
-    outputs = []
-    while not outputs:  # the step that ends the prompt gives the first token
-        outputs = engine.step()
-    (row,) = loaded.scheduler.running
-    kv = {layer: held_kv(loaded, row, layer, len(prompt)) for layer in range(18)}
+    scheduler, kv = loaded.scheduler, {}
+    update = type(scheduler).update
+
+    def watched(result):
+        """What the step that ends the prompt has computed, before windows slide."""
+        (row,) = scheduler.running
+        if int(scheduler.rows.num_computed[row] + scheduler._num_new[0]) == len(prompt):
+            kv.update((layer, held_kv(loaded, row, layer, len(prompt))) for layer in range(18))
+        return update(scheduler, result)
+
+    scheduler.update = watched
     while engine.has_unfinished_requests():
         outputs = engine.step()
     engine.check_invariants()

@@ -271,10 +271,14 @@ LAYERS = [full(), full(2), sliding(2), sliding(5), sliding(13), sliding(4, 2), c
 MAX_MODEL_LEN = 60
 
 
-def random_life(seed):
+def random_life(seed, *, with_step_pages=False):
     """A random model under memory pressure, and random requests that share prefixes."""
     draw = random.Random(seed)
     specs = [draw.choice(LAYERS) for _ in range(draw.randint(1, 4))]
+    first = specs.index(specs[-1])
+    options = {"step_tokens": 40, "never_idle": True} if with_step_pages else {}
+    if with_step_pages and first < len(specs) - 1:
+        options["kv_sharing"] = {len(specs) - 1: first}
     simulation = Simulation(
         specs,
         page_tokens=draw.choice([1, 3, 4, 16]),
@@ -285,9 +289,7 @@ def random_life(seed):
         interval_tokens=draw.choice([None, 6]),
         scheduling_policy=draw.choice(["fcfs", "prefix"]),
         retention=RetentionPolicy(*draw.choice([("tails", None), ("tails", 10), ("all", None)])),
-        step_tokens=draw.choice([0, 40]),
-        never_idle=draw.random() < 0.7,
-        kv_sharing={len(specs) - 1: specs.index(specs[-1])} if specs.index(specs[-1]) < len(specs) - 1 else None,
+        **options,
     )
     watch_tables(simulation)
     expected = {}
@@ -322,6 +324,8 @@ def battery():
         scenario()
     for seed in range(60):
         random_life(seed)
+    for seed in range(60, 80):
+        random_life(seed, with_step_pages=True)
 
 
 def test_the_battery_passes_with_no_fault():

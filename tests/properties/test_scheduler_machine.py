@@ -43,17 +43,17 @@ def last_of_each_kind(specs) -> dict[int, int]:
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         specs=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=6),
-        page_tokens=st.sampled_from([1, 3, 3, 16]),
+        page_tokens=st.sampled_from([3, 1, 3, 16]),
         extra_slabs=st.sampled_from([0, 1, 3, 8, 40, 400, 400]),
-        chunk_tokens=st.sampled_from([4, 5, 16, 40, 40]),
+        chunk_tokens=st.sampled_from([4, 5, 16, 40, 40, 40]),
         max_num_seqs=st.sampled_from([1, 2, 4]),
         interval_tokens=st.sampled_from([None, 1, 6, 20]),
         caching=st.sampled_from([True, True, True, False]),
         policy=st.sampled_from(["fcfs", "prefix"]),
         retention=st.sampled_from([("tails",), ("tails", None, False), ("tails", 10), ("all",), ("none",)]),
         replay=st.sampled_from([True, True, False]),
-        step_tokens=st.sampled_from([0, 6, 24, 48, 48]),
-        never_idle=st.sampled_from([True, True, False]),
+        step_tokens=st.sampled_from([48, 0, 6, 24, 48]),
+        never_idle=st.sampled_from([True, False, True]),
         shares_kv=st.sampled_from([False, False, True]),
     )
     def start(self, specs, page_tokens, extra_slabs, retention, policy, replay, caching, shares_kv, **sizes):
@@ -73,7 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         base=st.sampled_from(BASES),
-        shared=st.integers(0, 58),
+        shared=st.integers(0, 58) | st.integers(40, 58),
         tail=st.lists(st.integers(0, 49), min_size=1, max_size=3),
         num_tokens=st.integers(1, 25),
         salt=st.sampled_from([None, None, None, "tenant"]),
@@ -150,3 +150,38 @@ SchedulerMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+class StepPagesMachine(SchedulerMachine):
+    """Where step pages are the rule: whole prompts in a chunk, small windows, memory that never idles."""
+
+    @initialize(
+        specs=st.lists(st.sampled_from([full(), sliding(2), sliding(5), sliding(4, 2), chunked(3)]), max_size=4),
+        page_tokens=st.sampled_from([1, 3]),
+        extra_slabs=st.sampled_from([0, 3, 8, 40]),
+        max_num_seqs=st.sampled_from([2, 4]),
+        retention=st.sampled_from([("tails",), ("tails", None, False), ("tails", 10), ("none",)]),
+        replay=st.booleans(),
+        step_tokens=st.sampled_from([48, 12]),
+        shares_kv=st.booleans(),
+    )
+    def start(self, specs, page_tokens, extra_slabs, max_num_seqs, retention, replay, step_tokens, shares_kv):
+        super().start(
+            [sliding(5), *specs],
+            page_tokens,
+            extra_slabs,
+            retention,
+            "fcfs",
+            replay,
+            True,
+            shares_kv,
+            chunk_tokens=40,
+            max_num_seqs=max_num_seqs,
+            interval_tokens=None,
+            step_tokens=step_tokens,
+            never_idle=True,
+        )
+
+
+StepPagesMachine.TestCase.settings = SchedulerMachine.TestCase.settings
+TestStepPagesMachine = StepPagesMachine.TestCase
