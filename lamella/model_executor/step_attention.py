@@ -42,19 +42,12 @@ class StepAttention:
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
         """q [T, num_heads, k_dim], k and v [T, num_kv_heads, dim] or None -> [T, num_heads, v_dim]."""
-        if (k is None) != self.layout.is_shared(layer):
-            # One would overwrite the owner's KV, the other read pages that nobody has written.
-            raise InvariantError(
-                f"layer {layer} gave {'no K and V' if k is None else 'K and V'}, but by the KV layout it "
-                f"{'keeps its own' if k is None else f'reads those of layer {self.layout.owners[layer]}'}; "
-                "model and layout must be built from one config"
-            )
-        place = self.places[layer]
+        place = self._place(layer, has_kv=k is not None)
         return attend(self.backend, place.params, place.cache, q, k, v, self.metadata[place.group])
 
     def fused(self, layer: int, qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
         """From the fused projection qkv [T, columns] of a layer with its own KV -> [T, num_heads, v_dim]."""
-        place = self.places[layer]
+        place = self._place(layer, has_kv=True)
         return self._native.attend_qkv(place.params, place.cache, qkv, transform, self.metadata[place.group])
 
     def fused_outputs(
@@ -67,12 +60,22 @@ class StepAttention:
     ) -> torch.Tensor:
         """K and V of all tokens [T, columns], queries of the last token of each of the output requests [S, columns] ->
         [S, num_heads, v_dim]. `transform` is of all tokens; output_rows, int64 [S], says which the queries are of."""
-        place = self.places[layer]
+        place = self._place(layer, has_kv=True)
         metadata = self.metadata[place.group]
         native = self._native
         native.write_keys_values(place.params, place.cache, keys_values, transform, metadata)
         outputs = metadata.last_tokens(self.output_requests)
         return native.attend_queries(place.params, place.cache, queries, transform.of_rows(output_rows), outputs)
+
+    def _place(self, layer: int, *, has_kv: bool) -> LayerPlace:
+        if has_kv == self.layout.is_shared(layer):
+            # One would overwrite the owner's KV, the other read pages that nobody has written.
+            raise InvariantError(
+                f"layer {layer} gave {'K and V' if has_kv else 'no K and V'}, but by the KV layout it "
+                f"{f'reads those of layer {self.layout.owners[layer]}' if has_kv else 'keeps its own'}; "
+                "model and layout must be built from one config"
+            )
+        return self.places[layer]
 
     @property
     def _native(self) -> NativeBackend:

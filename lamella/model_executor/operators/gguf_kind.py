@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from lamella.model_executor.gguf_form import BlockPart, GgufBlocks
 from lamella.model_executor.operators.base import HeadScores, Projection
-from lamella.model_executor.operators.native_heads import NativeScores
+from lamella.model_executor.operators.native_heads import NativeScores, top_by_parts
 from lamella.native.gguf_linear import FORMATS, GgufWeight, gather_rows_gguf, linear_gguf
 from lamella.native.library import PANEL
 from lamella.native.linear import PackedWeight, gather_rows, linear
@@ -33,8 +35,13 @@ class GgufLinear:
         return gather_rows_gguf(table, ids).mul_(scale)
 
     def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
+        multiply = partial(self.linear, weight)
         return NativeScores(
-            hidden, weight.num_out, softcap, lambda x: self.linear(weight, x, 0, weight.num_out), find_top=None
+            hidden,
+            weight.num_out,
+            softcap,
+            lambda x: multiply(x, 0, weight.num_out),
+            lambda x, count: top_by_parts(multiply, x, weight.num_out, count),
         )
 
 

@@ -9,12 +9,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from lamella.model_executor.operators.base import HeadScores, Projection
-from lamella.model_executor.operators.native_heads import NativeScores
+from lamella.model_executor.operators.native_heads import NativeScores, top_by_parts
 from lamella.model_executor.weight_forms import HEAD_ENDINGS, Int8Panels, Panels, WeightForm
 from lamella.native.int8 import Int8Weight, gather_rows_int8, linear_int8
 from lamella.native.int8_head import HeadTensors, Int8Head, assemble_head
@@ -71,7 +72,7 @@ class Float32Linear:
 
 
 class Int8Linear:
-    """activations: "float32", or "int8" for w8a8. The language model's head always has float32 activations."""
+    """activations: "float32", or "int8" for w8a8."""
 
     weight_form = Int8Panels()
 
@@ -85,8 +86,14 @@ class Int8Linear:
         return gather_rows_int8(_int8(weight, 0, weight.num_out), ids).mul_(scale)
 
     def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
-        int8 = _int8(weight, 0, weight.num_out)
-        return NativeScores(hidden, weight.num_out, softcap, lambda x: linear_int8(x, int8), None)
+        multiply = partial(self.linear, weight)
+        return NativeScores(
+            hidden,
+            weight.num_out,
+            softcap,
+            lambda x: multiply(x, 0, weight.num_out),
+            lambda x, count: top_by_parts(multiply, x, weight.num_out, count),
+        )
 
 
 def _int8_head(weight: Projection) -> Int8Head:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from lamella.native.elementwise import softcap
+from lamella.native.library import PANEL
+
+_PART_BYTES = 1 << 20  # of scores at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +50,37 @@ class NativeScores:
             return ids, logits.gather(1, ids)
         values, ids = logits.sort(dim=1, descending=True, stable=True)
         return ids[:, :num_top], values[:, :num_top]
+
+
+def top_by_parts(
+    multiply: Callable[[torch.Tensor, int, int], torch.Tensor], x: torch.Tensor, num_out: int, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, scores) of the `num_top` largest outputs of each row of x, the lowest id first among equals.
+
+    multiply(x, start, stop) gives the outputs [start, stop): as many at once as stay in the cache.
+    """
+    part_out = max(_PART_BYTES // (4 * max(1, len(x))) // PANEL, -(-num_top // PANEL), 64) * PANEL
+    ids, values = [], []
+    for start in range(0, num_out, part_out):
+        scores = multiply(x, start, min(start + part_out, num_out))
+        if num_top == 1:
+            best, at = scores.max(dim=1, keepdim=True)
+        else:
+            best, at = _top(scores, num_top)
+        ids.append(at + start)
+        values.append(best)
+    best, at = _top(torch.cat(values, dim=1), num_top)
+    return torch.cat(ids, dim=1).gather(1, at), best
+
+
+def _top(scores: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scores, columns), largest first and the first among equals, which torch.topk does not promise."""
+    num_top = min(num_top, scores.shape[1])
+    threshold = scores.topk(num_top, dim=1).values[:, -1:]
+    if bool(((scores >= threshold).sum(dim=1) > num_top).any()):
+        best, columns = scores.sort(dim=1, descending=True, stable=True)
+        return best[:, :num_top], columns[:, :num_top]
+    best, columns = scores.topk(num_top, dim=1)
+    columns, order = columns.sort(dim=1)
+    best, again = best.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return best, columns.gather(1, again)
