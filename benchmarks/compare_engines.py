@@ -24,7 +24,7 @@ from lamella.benchmark.compare_engines.report import comparison_report
 from lamella.benchmark.compare_engines.results import Comparison
 from lamella.benchmark.compare_engines.rounds import compare
 from lamella.benchmark.compare_engines.workloads import FIRST_TOKEN, WARM_UP, WORKLOADS, parse_workloads
-from lamella.benchmark.kv_replay.plot import check_plot_path
+from lamella.benchmark.plot_path import check_plot_path
 from lamella.errors import ConfigError, LamellaError
 from lamella.model_executor.loading import load_config, resolve_model
 

@@ -9,9 +9,10 @@ import pytest
 
 from lamella.benchmark.kv_replay.comparison import compare
 from lamella.benchmark.kv_replay.host_report import decode_report, prompt_report
-from lamella.benchmark.kv_replay.plot import check_plot_path, plot_replays
+from lamella.benchmark.kv_replay.plot import plot_replays
 from lamella.benchmark.kv_replay.report import replay_report
 from lamella.benchmark.kv_replay.results import Cell, Measurements, Place, PromptCost, Refusal, Result
+from lamella.benchmark.plot_path import check_plot_path
 from lamella.errors import ConfigError
 
 REFUSED = Refusal("no room")

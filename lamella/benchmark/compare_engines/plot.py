@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lamella.benchmark.compare_engines.engines import FP32
 from lamella.benchmark.compare_engines.results import Comparison, Spread
-from lamella.benchmark.kv_replay.plot import check_plot_path
+from lamella.benchmark.plot_path import check_plot_path
 from lamella.errors import ConfigError
 
 

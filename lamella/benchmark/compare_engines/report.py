@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lamella.benchmark.compare_engines.engines import FP32
 from lamella.benchmark.compare_engines.results import Comparison, Spread, agreement, first_token_agreement
-from lamella.benchmark.kv_replay.markdown import table
+from lamella.benchmark.markdown import table
 
 NOTHING = "-"
 

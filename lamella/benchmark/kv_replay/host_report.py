@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lamella.benchmark.kv_replay.markdown import table
 from lamella.benchmark.kv_replay.report import INTERVAL_COLUMNS, interval_cells, refusal_cells
 from lamella.benchmark.kv_replay.results import Measurements, PromptCost, Result
+from lamella.benchmark.markdown import table
 
 _CELL_COLUMNS = ("workload", "layout", "system", "interval", "runs")
 

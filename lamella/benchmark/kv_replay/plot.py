@@ -8,27 +8,9 @@ from typing import Any
 
 from lamella.benchmark.kv_replay.comparison import OURS
 from lamella.benchmark.kv_replay.results import Measurements, Result, budget_name
-from lamella.errors import ConfigError
+from lamella.benchmark.plot_path import check_plot_path
 
 ROWS = (("hit_share", "hit share of prompt tokens"), ("mean_running", "requests running, mean"))
-
-
-def check_plot_path(path: str | Path | None) -> None:
-    """Raise ConfigError now rather than after the run: matplotlib is missing, the name does not end in .png, or its
-    folder does not exist."""
-    if path is None:
-        return
-    path = Path(path)
-    if path.suffix.lower() != ".png":
-        raise ConfigError(f"plot={str(path)!r}: plots are PNG files; give a name that ends in .png")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"plot={str(path)!r}: its folder does not exist; create it first")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            'a plot needs matplotlib, which is not installed; run: pip install "lamella[bench]"'
-        ) from error
 
 
 def plot_replays(results: Sequence[Result], path: str | Path) -> None:

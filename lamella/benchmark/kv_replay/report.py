@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lamella.benchmark.kv_replay.comparison import OURS, Comparison, Gap, Mean, VllmCell, compare
-from lamella.benchmark.kv_replay.markdown import table
 from lamella.benchmark.kv_replay.results import Cell, Measurements, Refusal, Result, budget_name
+from lamella.benchmark.markdown import table
 
 _CELL_COLUMNS = ("trace", "layout", "budget", "system", "policy", "interval")
 _COLUMNS = (
