@@ -9,6 +9,7 @@ from typing import Any
 from lamella.benchmark.kv_replay.comparison import OURS
 from lamella.benchmark.kv_replay.results import Measurements, Result, budget_name
 from lamella.benchmark.plot_path import check_plot_path
+from lamella.errors import ConfigError
 
 ROWS = (("hit_share", "hit share of prompt tokens"), ("mean_running", "requests running, mean"))
 
