@@ -40,7 +40,8 @@ class EngineConfig:
     retention_grid_tokens: with "tails", keep one every so many tokens, too; None: no grid.
     disable_hybrid_kv_cache: keep every layer's KV for the request's life.
     windowed_replay: where a prompt's full-attention KV is cached and its sliding windows are gone, compute those
-        again, if that costs less than half of what it saves.
+        again, if that costs less than half of what it saves. In a model with sliding layers only, compute no more of a
+        prompt than its last token depends on.
     kv_split: "elastic" lends KV memory to full and windowed layers as they need it; "ratio" divides it once, into
     fixed pools.
     swa_full_tokens_ratio: tokens that a windowed pool holds per token of the full-attention pool, with kv_split

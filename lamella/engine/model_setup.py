@@ -93,6 +93,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         slab_quota=slab_quota,
         retention=RetentionPolicy(config.retention, config.retention_grid_tokens),
         windowed_replay=config.windowed_replay,
+        skips_prompts=config.windowed_replay,
         step_pages_bytes=size.step_pages_bytes,
     )
     scheduler = Scheduler(

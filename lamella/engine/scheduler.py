@@ -337,17 +337,19 @@ class Scheduler:
 
     def _count_admission(self, request: Request, match: PrefixMatch) -> None:
         if request.num_cached_tokens is None:  # a resume is no hit
-            request.num_cached_tokens = match.num_tokens
+            num_cached = match.num_tokens - match.num_skipped_tokens
+            request.num_cached_tokens = num_cached
             request.first_scheduled_time = time.monotonic()
             request.admission_index = self._num_admitted
             self._num_admitted += 1
             self._num_prompt_tokens += request.num_prompt_tokens
-            self._num_cached_tokens += match.num_tokens
-            num_partial_tokens = match.num_tokens % self.manager.page_tokens
+            self._num_cached_tokens += num_cached
+            num_partial_tokens = num_cached % self.manager.page_tokens
             self._hits = self._hits.add(
-                num_full_tokens=match.num_tokens - num_partial_tokens,
+                num_full_tokens=num_cached - num_partial_tokens,
                 num_partial_tokens=num_partial_tokens,
                 num_replay_tokens=match.num_replayed_tokens,
+                num_skipped_tokens=match.num_skipped_tokens,
             )
 
     # Sampled tokens

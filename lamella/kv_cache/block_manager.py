@@ -45,7 +45,30 @@ class HybridBlockManager(CommittingRows):
     # Admission
 
     def match(self, token_ids: np.ndarray, salt: Salt = None) -> PrefixMatch:
-        """What the cache has of this prompt (int32 [n]); at least its last token is left to compute."""
+        """What need not be computed of this prompt (int32 [n]): what the cache has, and what no later token depends on.
+        At least its last token is left to compute."""
+        match = self._find(token_ids, salt)
+        if not self.skips_prompts or self.retention.keeps_block_ends:
+            return match
+        start = self.replay.skip(len(token_ids), match.num_tokens)
+        if start is None:
+            return match
+        path = list(match.whole_path[: start // self.page_tokens])
+        known = len(path) * self.page_tokens
+        skipped = [
+            block_key(token_ids[block : block + self.page_tokens]) for block in range(known, start, self.page_tokens)
+        ]
+        return match._replace(
+            num_tokens=start,
+            path=path,
+            tail_node=NO_NODE,
+            num_replayed_tokens=0,
+            num_skipped_tokens=start - match.num_tokens,
+            skipped_blocks=skipped if self.enable_prefix_caching else (),
+        )
+
+    def _find(self, token_ids: np.ndarray, salt: Salt) -> PrefixMatch:
+        """What the cache has of this prompt."""
         if not self.enable_prefix_caching:
             return NO_MATCH
         match = self.tree.match(token_ids, salt, len(token_ids) - 1)
@@ -68,7 +91,7 @@ class HybridBlockManager(CommittingRows):
         tree = self.tree
         if tree.windowed_groups and not self.retention.keeps_ends:
             return None
-        match = self.match(token_ids, salt)
+        match = self._find(token_ids, salt)
         if not match.num_tokens:
             return None
         path = match.path if match.tail_node == NO_NODE else [*match.path, match.tail_node]
@@ -104,13 +127,20 @@ class HybridBlockManager(CommittingRows):
         """
         assert self.frontier[row] == NO_NODE, f"row {row} is in use"
         tree = self.tree
-        frontier = match.path[-1] if match.path else tree.root(salt)
+        path = match.path
+        frontier = path[-1] if path else tree.root(salt)
+        if match.skipped_blocks:
+            path = [*path, *tree.insert_chain(frontier, list(match.skipped_blocks))]
+            frontier = path[-1]
         tree.pin(frontier)
         self.frontier[row] = frontier
         for group in range(self.num_groups):
             self._stamp(group, row)
-        num_whole = len(match.path)
-        self.nodes[row, :num_whole] = match.path
+        num_whole = len(path)
+        self.nodes[row, :num_whole] = path
+        if match.num_skipped_tokens:
+            self._begin_after(row, match.num_tokens)
+            return True
         self.num_blocks[row] = self.num_committed[row] = self.num_settled[row] = num_whole
         self._resume_block[row] = num_whole
         for group, spec in enumerate(tree.specs):
@@ -134,6 +164,18 @@ class HybridBlockManager(CommittingRows):
         tree.touch(frontier)
         tree.touch(match.tail_node)
         return True
+
+    def _begin_after(self, row: int, start: int) -> None:
+        """Nothing before the block boundary `start` is computed or read: no windowed KV exists there. What follows is
+        the row's own until it is exact."""
+        num_blocks = start // self.page_tokens
+        self.num_blocks[row] = num_blocks
+        if self.enable_prefix_caching:
+            self.num_committed[row] = self.num_settled[row] = self._resume_block[row] = num_blocks
+        self._junction[row] = -1
+        self.first_kept[:, row] = num_blocks
+        self.first_keys[:, row] = start
+        self.scratch_end[:, row] = [ceil_div(exact, self.page_tokens) for exact in self.replay.exact_from(start)]
 
     def _begin_replay(self, row: int, match: PrefixMatch) -> bool:
         """Own scratch pages for the windowed KV of the tokens that are replayed; the full KV is locked already."""

@@ -14,6 +14,7 @@ class HitCounters:
 
     full: shared as whole blocks. partial: a copy of the first tokens of a block that the hit ends inside of.
     replay: computed again, for their sliding KV alone: their full-attention KV was found.
+    skipped: neither cached nor computed, for no later token depends on them (models with windowed layers only).
     A request that has whole blocks and a copy counts under both; tokens count once.
     """
 
@@ -23,8 +24,11 @@ class HitCounters:
     num_partial_tokens: int = 0
     num_replay_requests: int = 0
     num_replay_tokens: int = 0
+    num_skipped_tokens: int = 0
 
-    def add(self, *, num_full_tokens: int, num_partial_tokens: int, num_replay_tokens: int) -> HitCounters:
+    def add(
+        self, *, num_full_tokens: int, num_partial_tokens: int, num_replay_tokens: int, num_skipped_tokens: int = 0
+    ) -> HitCounters:
         """With one request more."""
         return HitCounters(
             num_full_requests=self.num_full_requests + (num_full_tokens > 0),
@@ -33,6 +37,7 @@ class HitCounters:
             num_partial_tokens=self.num_partial_tokens + num_partial_tokens,
             num_replay_requests=self.num_replay_requests + (num_replay_tokens > 0),
             num_replay_tokens=self.num_replay_tokens + num_replay_tokens,
+            num_skipped_tokens=self.num_skipped_tokens + num_skipped_tokens,
         )
 
 

@@ -47,7 +47,8 @@ class PrefixMatch(NamedTuple):
     num_structural_tokens: the longest prefix whose blocks exist, tombstones included; where it is longer
     than num_tokens, another prompt has been here and diverged or its window is gone. whole_path: nodes of its whole
     blocks. With num_replayed_tokens, `path` is longer than num_tokens by so many tokens, whose full-attention KV is
-    there and whose windowed KV is to be computed again.
+    there and whose windowed KV is to be computed again. With num_skipped_tokens, so many of num_tokens are not cached but
+    need not be computed; skipped_blocks: keys of their blocks that are in no node, below the end of `path`.
     """
 
     num_tokens: int
@@ -56,6 +57,8 @@ class PrefixMatch(NamedTuple):
     num_structural_tokens: int
     whole_path: Sequence[int] = ()
     num_replayed_tokens: int = 0
+    num_skipped_tokens: int = 0
+    skipped_blocks: Sequence[bytes] = ()
 
 
 NO_MATCH = PrefixMatch(0, [], NO_NODE, 0)

@@ -5,6 +5,9 @@ depends on N (W - 1) tokens before it and, through the full-attention layers, on
 is cached and need only be read. So to go on at h it is enough to recompute the tokens from `start(h)` on, writing
 only windowed KV. The first of them come out wrong, for they see less than their windows; layer by layer more come
 out right, and from h on all are.
+
+Where every layer is windowed, no KV need be cached for that: of a long prompt only the end is computed at all, as far as
+its last token depends on it through all layers (`skip`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, KVCacheSpec, ceil_d
 
 
 class ReplayRule:
-    """For a model whose layers `layout` describes. `is_possible`: it has both windowed and full-attention groups."""
+    """For a model whose layers `layout` describes. `is_possible`: it has both windowed and full-attention groups;
+    `can_skip`: it has windowed ones only."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._page_tokens = layout.page_tokens
@@ -23,6 +27,7 @@ class ReplayRule:
         self._num_groups = len(layout.groups)
         kinds = {group.spec.is_windowed for group in layout.groups}
         self.is_possible = kinds == {True, False}
+        self.can_skip = kinds == {True}
 
     def start(self, position: int) -> int:
         """Where to begin, at a block boundary, so that all layers are exact from `position` on.
@@ -55,6 +60,16 @@ class ReplayRule:
         num_replayed = num_full_tokens - start
         pays = start > num_valid_tokens and 2 * num_replayed < num_full_tokens - num_valid_tokens
         return start if pays and num_replayed <= most_tokens else None
+
+    def skip(self, num_tokens: int, num_valid_tokens: int) -> int | None:
+        """Where to begin a prompt of `num_tokens` so that the windows at its end, with a block more, and all that
+        follows are exact; None where resuming at `num_valid_tokens` costs less than twice as much."""
+        if not self.can_skip:
+            return None
+        last_kept = (num_tokens - 1) // self._page_tokens * self._page_tokens - self._page_tokens
+        start = self.start(max(0, last_kept))
+        pays = start > num_valid_tokens and 2 * (num_tokens - start) < num_tokens - num_valid_tokens
+        return start if pays else None
 
 
 def _first_exact_output(spec: KVCacheSpec, first_exact_input: int) -> int:

@@ -123,7 +123,8 @@ class CommittingRows(RowPages):
         tree, parent, first = self.tree, self._frontier_at[row], self._num_committed_at[row]
         nodes = tree.insert_chain(parent, blocks)
         pages = self.tables[:, row, first : first + len(nodes)]
-        pages = np.where(pages < self._first_step_page, pages, NULL_PAGE)
+        is_exact = np.arange(first, first + len(nodes)) >= self.scratch_end[:, row, None]
+        pages = np.where(is_exact & (pages < self._first_step_page), pages, NULL_PAGE)
         tree.page[:, nodes] = pages
         tree.refs[:, nodes] = pages != NULL_PAGE  # where slid already or a step page, there is nothing to refer to
         tree.pin(nodes[-1])
@@ -152,8 +153,8 @@ class CommittingRows(RowPages):
     def _give_page(self, group: int, row: int, block: int, node: int) -> None:
         tree, pages = self.tree, self._pages_at[group][row]
         page = pages[block]
-        if page == NULL_PAGE or page >= self._first_step_page:
-            return  # slid already, or nobody's
+        if page == NULL_PAGE or page >= self._first_step_page or block < self._scratch_end_at[group][row]:
+            return  # slid already, or nobody's, or inexact
         if tree.page_at[group][node] == NULL_PAGE:
             tree.page_at[group][node] = page
             tree.lock(group, node)

@@ -42,6 +42,7 @@ class RowPages:
         retention: RetentionPolicy | None = None,
         slab_quota: tuple[int, ...] | None = None,
         windowed_replay: bool = True,
+        skips_prompts: bool = False,
         step_pages_bytes: int = 0,
     ) -> None:
         self.layout = layout
@@ -73,6 +74,7 @@ class RowPages:
         self.table_stamps = np.arange(self.num_groups * num_rows, dtype=np.int64).reshape(self.num_groups, num_rows)
         self._next_stamp = self.table_stamps.size
         self.windowed_replay = windowed_replay
+        self.skips_prompts = skips_prompts
         self.replay = ReplayRule(layout)
         self.max_replay_tokens = max_model_len  # whoever knows the largest chunk sets this to it
         self.replaying: dict[int, int] = {}  # row -> the position from which on it computes as ever

@@ -114,6 +114,24 @@ def test_windowed_replay_does_not_change_a_bit(folder):
         assert llm.engine.stats().kv_cache.hits.num_replay_requests == len(prompts)
 
 
+def test_skipping_what_no_later_token_depends_on_does_not_change_a_bit(tmp_path):
+    """Six sliding layers of 16 tokens: a token depends on 90 before it, and no more of a prompt is computed."""
+    save_tiny_gemma(tmp_path, seed=5, layer_types=["sliding_attention"] * 6)
+    generator = np.random.default_rng(10)
+    prompts = [generator.integers(6, 320, size=length).tolist() for length in (90, 301, 352, 400)]
+    settings = {"max_model_len": 512, "max_num_batched_tokens": 64}
+    with engine(str(tmp_path), windowed_replay=False, enable_prefix_caching=False, **settings) as llm:
+        alone = answers(llm, prompts)
+        assert llm.engine.stats().kv_cache.hits.num_skipped_tokens == 0
+    with engine(str(tmp_path), **settings) as llm:
+        assert answers(llm, prompts) == alone
+        # All must be exact from a block before the last on, so 16 + 90 + 15 and a block at most are computed.
+        stats = llm.engine.stats()
+        assert stats.kv_cache.hits.num_skipped_tokens >= sum(len(prompt) - 137 for prompt in prompts[1:])
+        assert stats.num_cached_tokens == 0
+        assert answers(llm, prompts) == alone
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_threads_do_not_change_a_bit(folder, alone, num_threads):
     before = torch.get_num_threads()
