@@ -47,8 +47,8 @@ class PrefixMatch(NamedTuple):
     num_structural_tokens: the longest prefix whose blocks exist, tombstones included; where it is longer
     than num_tokens, another prompt has been here and diverged or its window is gone. whole_path: nodes of its whole
     blocks. With num_replayed_tokens, `path` is longer than num_tokens by so many tokens, whose full-attention KV is
-    there and whose windowed KV is to be computed again. With num_skipped_tokens, so many of num_tokens are not cached but
-    need not be computed; skipped_blocks: keys of their blocks that are in no node, below the end of `path`.
+    there and whose windowed KV is to be computed again. With num_skipped_tokens, so many of num_tokens are not cached
+    but need not be computed; skipped_blocks: keys of their blocks that are in no node, below the end of `path`.
     """
 
     num_tokens: int

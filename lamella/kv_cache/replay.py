@@ -6,8 +6,8 @@ is cached and need only be read. So to go on at h it is enough to recompute the 
 only windowed KV. The first of them come out wrong, for they see less than their windows; layer by layer more come
 out right, and from h on all are.
 
-Where every layer is windowed, no KV need be cached for that: of a long prompt only the end is computed at all, as far as
-its last token depends on it through all layers (`skip`).
+Where every layer is windowed, no KV need be cached for that: of a long prompt only the end is computed at all, as far
+as its last token depends on it through all layers (`skip`).
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ class Simulation:
         self.manager = HybridBlockManager(
             layout, num_slabs=pool.num_slabs, num_rows=max_num_seqs, max_model_len=max_model_len,
             interval_tokens=interval, enable_prefix_caching=enable_prefix_caching,
-            windowed_replay=windowed_replay, skips_prompts=skips_prompts, step_pages_bytes=region_bytes(layout, step_tokens),
+            windowed_replay=windowed_replay, skips_prompts=skips_prompts,
+            step_pages_bytes=region_bytes(layout, step_tokens),
             retention=RetentionPolicy(spare=False) if retention is None else retention,
         )  # fmt: skip
         if never_idle:

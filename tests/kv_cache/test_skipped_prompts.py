@@ -31,8 +31,8 @@ def make(specs, **arguments):
 
 
 def test_what_is_computed_by_hand():
-    """60 tokens in blocks of 4, three windows of 4. The prompt ends in block 14; block 13 is kept with it, so all must be
-    exact from 52 on, and the windows there in whole blocks, from 49. Three layers see 3 tokens back each: 40."""
+    """60 tokens in blocks of 4, three windows of 4. The prompt ends in block 14; block 13 is kept with it, so all must
+    be exact from 52 on, and the windows there in whole blocks, from 49. Three layers see 3 tokens back each: 40."""
     simulation = make([sliding(4)] * 3)
     assert ask(simulation, "a", PROMPT) == (foretell(None, PROMPT, 6), 20)
     hits = simulation.scheduler.counters().hits
