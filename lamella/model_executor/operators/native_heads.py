@@ -10,7 +10,8 @@ import torch
 from lamella.native.elementwise import softcap
 from lamella.native.library import PANEL
 
-_PART_BYTES = 1 << 20  # of scores at once
+_PART_BYTES = 4 << 20  # of scores at once
+_BLOCK_COLUMNS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +64,25 @@ def top_by_parts(
     ids, values = [], []
     for start in range(0, num_out, part_out):
         scores = multiply(x, start, min(start + part_out, num_out))
-        if num_top == 1:
-            best, at = scores.max(dim=1, keepdim=True)
-        else:
-            best, at = _top(scores, num_top)
+        best, at = _largest(scores) if num_top == 1 else _top(scores, num_top)
         ids.append(at + start)
         values.append(best)
     best, at = _top(torch.cat(values, dim=1), num_top)
     return torch.cat(ids, dim=1).gather(1, at), best
+
+
+def _largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scores, columns) [T, 1] of the largest, the first among equals. Reducing blocks of columns and looking into one is
+    several times faster than torch.max with its indices."""
+    num_columns = scores.shape[1]
+    if num_columns % _BLOCK_COLUMNS:
+        return scores.max(dim=1, keepdim=True)
+    maxima = scores.unflatten(1, (-1, _BLOCK_COLUMNS)).amax(2)
+    block = maxima.argmax(dim=1, keepdim=True) * _BLOCK_COLUMNS  # the first among equals
+    columns = block + torch.arange(_BLOCK_COLUMNS)
+    within = scores.gather(1, columns)
+    at = within.argmax(dim=1, keepdim=True)
+    return within.gather(1, at), block + at
 
 
 def _top(scores: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
