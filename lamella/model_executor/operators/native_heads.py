@@ -72,8 +72,8 @@ def top_by_parts(
 
 
 def _largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scores, columns) [T, 1] of the largest, the first among equals. Reducing blocks of columns and looking into one is
-    several times faster than torch.max with its indices."""
+    """(scores, columns) [T, 1] of the largest, the first among equals. Reducing blocks of columns and looking into one
+    is several times faster than torch.max with its indices."""
     num_columns = scores.shape[1]
     if num_columns % _BLOCK_COLUMNS:
         return scores.max(dim=1, keepdim=True)
