@@ -94,9 +94,10 @@ class TestSetups:
         plain = engine_setups("lamella", options(model[0]))
         assert [(one.name, one.precision) for one in plain] == [("lamella", "fp32")]
         assert "quantization" not in plain[0].settings
-        several = engine_setups("lamella", options(model[0], quantizations=("none", "int8", "w8a8")))
+        several = engine_setups("lamella", options(model[0], quantizations=("none", "int8", "w8a8", "gguf")))
         assert [(one.name, one.precision, one.settings["quantization"]) for one in several] == [
             ("lamella", "fp32", "none"), ("lamella-int8", "int8", "int8"), ("lamella-w8a8", "w8a8", "w8a8"),
+            ("lamella-gguf", "gguf", "gguf"),
         ]  # fmt: skip
 
     def test_vllm_as_its_cpu_guide_advises(self, model, tmp_path):

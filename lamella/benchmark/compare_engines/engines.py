@@ -17,7 +17,7 @@ from lamella.model_executor.gguf_files import read_gguf_header
 
 DRIVERS = Path(__file__).with_name("drivers")
 PACKAGE_ROOT = Path(__file__).parents[3]
-QUANTIZATIONS = ("none", "int8", "w8a8")
+QUANTIZATIONS = ("none", "int8", "w8a8", "gguf")
 FP32 = "fp32"
 
 
