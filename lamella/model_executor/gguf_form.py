@@ -13,6 +13,7 @@ from lamella.model_executor.weight_conversion import ParameterPlan, converted_pi
 from lamella.model_executor.weight_forms import Panels, StoredTensor
 from lamella.native.gguf_linear import FORMATS, pack_gguf
 from lamella.native.library import PANEL
+from lamella.native.linear import pack_rows
 
 _ROWS_AT_ONCE = 4096  # a multiple of a panel
 _FLOAT = "F32"  # how parts are stored whose type has no kernel
@@ -34,9 +35,16 @@ class GgufBlocks:
 
     def __init__(self, checkpoint: GgufCheckpoint) -> None:
         self._checkpoint = checkpoint
+        self._parts: dict[str, list[BlockPart]] = {}
 
     def parts(self, name: str) -> list[BlockPart]:
-        """The parts of the weight `name`, which end in `ending` instead of "weight"."""
+        """The parts of the weight `name`, which end in `ending` instead of "weight". Looked up once, for every layer of
+        every step asks."""
+        if name not in self._parts:
+            self._parts[name] = self._find_parts(name)
+        return self._parts[name]
+
+    def _find_parts(self, name: str) -> list[BlockPart]:
         found: list[BlockPart] = []
         start = 0
         for index, part in enumerate(part_names(name)):
@@ -77,7 +85,5 @@ class GgufBlocks:
 
     def _panels(self, checkpoint: GgufCheckpoint, name: str, type_name: str, start: int, stop: int) -> torch.Tensor:
         if type_name == _FLOAT:
-            rows = checkpoint.read_rows(name, start, stop).float()
-            rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % PANEL))
-            return Panels().convert(name, rows)["weight"]
+            return pack_rows(checkpoint.read_rows(name, start, stop).float())
         return pack_gguf(checkpoint.read_blocks(name, start, stop), type_name).panels

@@ -19,6 +19,7 @@ from lamella.model_executor.weight_conversion import ParameterPlan, Piece, conve
 from lamella.native.int8 import LINE_STEPS, quantize_int8
 from lamella.native.int8_head import quantize_head_rows
 from lamella.native.library import PANEL
+from lamella.native.linear import pack_rows
 
 HEAD_ENDINGS = ("head_levels", "head_scales", "head_largest_slopes", "head_norm_slopes")
 
@@ -97,7 +98,7 @@ class Panels(RowForm):
         return stored
 
     def convert(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        parts = {"weight": rows.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()}
+        parts = {"weight": pack_rows(rows)}
         if name == self.head:
             parts |= dict(zip(HEAD_ENDINGS, quantize_head_rows(rows), strict=True))
         return parts

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lamella.errors import ConfigError
 from lamella.native.arguments import require_library
-from lamella.native.int8 import ROWS_AT_ONCE, check_activations
+from lamella.native.int8 import ROWS_AT_ONCE, check_activations, check_ids
 from lamella.native.library import PANEL, Int, Pointer
 
 GROUP_INPUTS = 32
@@ -169,10 +169,7 @@ def gather_rows_gguf(weight: GgufWeight, ids: Tensor) -> Tensor:
 
     Raises ConfigError for other types, IndexError for ids outside of [0, num_out).
     """
-    if ids.dtype != torch.int64:
-        raise ConfigError(f"ids are {ids.dtype}; rows are gathered by int64 ids")
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.num_out:
-        raise IndexError(f"ids reach from {int(ids.min())} to {int(ids.max())}; rows are 0 to {weight.num_out - 1}")
+    check_ids(ids, weight.num_out)
     ids = ids.contiguous()
     out = torch.empty(*ids.shape, weight.num_in)
     _functions().gather_rows(

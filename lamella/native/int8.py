@@ -118,6 +118,14 @@ def check_activations(x: Tensor, num_in: int) -> None:
         )
 
 
+def check_ids(ids: Tensor, num_out: int) -> None:
+    """Raises ConfigError unless `ids` are int64, IndexError unless each is one of `num_out` rows."""
+    if ids.dtype != torch.int64:
+        raise ConfigError(f"ids are {ids.dtype}; rows are gathered by int64 ids")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_out:
+        raise IndexError(f"ids reach from {int(ids.min())} to {int(ids.max())}; rows are 0 to {num_out - 1}")
+
+
 def check_bias(bias: Tensor, num_out: int) -> None:
     if bias.dtype != torch.float32 or tuple(bias.shape) != (num_out,) or not bias.is_contiguous():
         raise ConfigError(f"bias is {bias.dtype} {list(bias.shape)}; this weight takes contiguous float32 [{num_out}]")
@@ -146,10 +154,7 @@ def gather_rows_int8(weight: Int8Weight, ids: Tensor) -> Tensor:
 
     Raises ConfigError for other types, IndexError for ids outside of [0, num_out).
     """
-    if ids.dtype != torch.int64:
-        raise ConfigError(f"ids are {ids.dtype}; rows are gathered by int64 ids")
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < weight.num_out:
-        raise IndexError(f"ids reach from {int(ids.min())} to {int(ids.max())}; rows are 0 to {weight.num_out - 1}")
+    check_ids(ids, weight.num_out)
     ids = ids.contiguous()
     out = torch.empty(*ids.shape, weight.num_in)
     _functions().gather_rows(

@@ -59,9 +59,6 @@ class Projection(nn.Module):
 class HeadScores(Protocol):
     """The next token's logits, of which only what is asked for is computed."""
 
-    @property
-    def num_rows(self) -> int: ...
-
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """float32 [len(rows), vocab] of the given rows (int64); may be a transposed view."""
         ...

@@ -28,10 +28,6 @@ class NativeScores:
     multiply: Callable[[torch.Tensor], torch.Tensor]
     find_top: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] | None
 
-    @property
-    def num_rows(self) -> int:
-        return self.hidden.shape[0]
-
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         scores = self.multiply(self.hidden[rows])
         return scores if self.cap is None else softcap(scores, self.cap)
