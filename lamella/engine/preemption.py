@@ -17,7 +17,7 @@ import numpy as np
 from lamella.engine.request_rows import RequestRows
 from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.block_manager import HybridBlockManager
-from lamella.kv_cache.prefix_tree import NO_NODE
+from lamella.kv_cache.child_index import NO_NODE
 
 
 def choose_victim(manager: HybridBlockManager, rows: RequestRows, running: Sequence[int]) -> int:

@@ -79,6 +79,9 @@ class Arena:
         pages stay together and are slid one after the other. A full group's pages all live as long as their request,
         so there `near_page` would only keep young pages from filling the fullest slab, and is not used.
         """
+        if count == 1:
+            page = self.allocate_one(group, near_page)
+            return None if page == NULL_PAGE else [page]
         if count > self.num_allocatable(group):
             return None
         pages: list[int] = []
@@ -102,6 +105,24 @@ class Arena:
             self._take(group, slab, missing, pages)
         self.num_used[group] += count
         return pages
+
+    def allocate_one(self, group: int, near_page: int = NULL_PAGE) -> int:
+        """What `allocate` takes for one page; NULL_PAGE where there is none."""
+        slab = near_page // self.layout.slab_units if near_page != NULL_PAGE and self._is_windowed[group] else 0
+        partial = self._partial[group]
+        if slab and self._slab_group_at[slab] == group and self._free_pages[slab]:
+            self._unlist(group, slab)
+        elif partial:
+            slab = next(iter(partial[min(partial)]))
+            self._unlist(group, slab)
+        elif self.num_lendable_slabs(group) > 0:
+            slab = self._lend_slab(group)
+        else:
+            return NULL_PAGE
+        page = self._free_pages[slab].pop()
+        self._list(group, slab)
+        self.num_used[group] += 1
+        return page
 
     def free(self, group: int, page: int) -> None:
         """Give back a page that `allocate(group, ...)` returned. An emptied slab returns to the arena."""

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lamella.kv_cache.child_index import NO_NODE
 from lamella.kv_cache.expectations import Expectation
-from lamella.kv_cache.prefix_tree import NO_MATCH, NO_NODE, PrefixMatch, Salt
+from lamella.kv_cache.prefix_tree import NO_MATCH, PrefixMatch, Salt
 from lamella.kv_cache.row_commits import CommittingRows, block_key
 from lamella.kv_cache.spec import ceil_div
 
@@ -130,7 +131,7 @@ class HybridBlockManager(CommittingRows):
         path = match.path
         frontier = path[-1] if path else tree.root(salt)
         if match.skipped_blocks:
-            path = [*path, *tree.insert_chain(frontier, list(match.skipped_blocks))]
+            path = [*path, *tree.insert_chain(frontier, list(match.skipped_blocks)).tolist()]
             frontier = path[-1]
         tree.pin(frontier)
         self.frontier[row] = frontier

@@ -13,7 +13,7 @@ import numpy as np
 from lamella.errors import InvariantError
 from lamella.kv_cache.arena import FREE, NULL_PAGE
 from lamella.kv_cache.block_manager import HybridBlockManager
-from lamella.kv_cache.prefix_tree import NO_NODE
+from lamella.kv_cache.child_index import NO_NODE
 
 
 def _require(condition: object, message: str) -> None:

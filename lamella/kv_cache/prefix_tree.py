@@ -32,10 +32,10 @@ from typing import NamedTuple
 import numpy as np
 
 from lamella.kv_cache.arena import NULL_PAGE
+from lamella.kv_cache.child_index import NO_NODE, ChildIndex
 from lamella.kv_cache.expectations import Expectations
 from lamella.kv_cache.spec import KVCacheSpec, ceil_div
 
-NO_NODE = -1
 Salt = str | None
 
 
@@ -89,9 +89,7 @@ class PrefixTree:
         self._num_rows = 0
         self._roots: dict[Salt, int] = {}
         self._salt_of: dict[int, Salt] = {}
-        self._children: dict[tuple[int, bytes], int] = {}
-        self._by_first_token: dict[tuple[int, bytes], dict[int, None]] = {}
-        self._key: dict[int, tuple[int, bytes]] = {}
+        self._index = ChildIndex()
         # Nodes whose contents the step in preparation will compute: shared as whole blocks, never copied from.
         self.pending: set[int] = set()
         # Resume points by the node they end at, oldest use first -> the (group, node) pages they hold.
@@ -134,10 +132,10 @@ class PrefixTree:
 
     def child(self, parent: int, tokens: bytes) -> int:
         """The node for a block (its int32 token ids as bytes) under `parent`, or NO_NODE."""
-        return self._children.get((parent, tokens), NO_NODE)
+        return self._index.child(parent, tokens)
 
     def nodes(self) -> Iterator[int]:
-        return iter(self._key)
+        return iter(self._index)
 
     def roots(self) -> dict[Salt, int]:
         return self._roots
@@ -155,7 +153,7 @@ class PrefixTree:
         node = self._roots[salt]
         path: list[int] = []
         for start in range(0, len(raw) - block_bytes + 1, block_bytes):
-            following = self._children.get((node, raw[start : start + block_bytes]), NO_NODE)
+            following = self._index.child(node, raw[start : start + block_bytes])
             if following == NO_NODE:
                 break
             path.append(following)
@@ -164,7 +162,9 @@ class PrefixTree:
         # Without a child that goes on inside the next block; then with each that does.
         best = self._resume_of(path, NO_NODE, min(whole_tokens, max_tokens))
         structural = whole_tokens
-        for child, common in self._parting_children(node, raw[len(path) * block_bytes : (len(path) + 1) * block_bytes]):
+        for child, common in self._index.parting_children(
+            node, raw[len(path) * block_bytes : (len(path) + 1) * block_bytes]
+        ):
             structural = max(structural, whole_tokens + common)
             found = self._resume_of(path, child, min(whole_tokens + common, max_tokens))
             best = max(best, found, key=lambda match: match.num_tokens)
@@ -179,14 +179,6 @@ class PrefixTree:
         num_blocks = num_tokens // self.page_tokens
         tail_node = nodes[num_blocks] if num_tokens % self.page_tokens else NO_NODE
         return PrefixMatch(num_tokens, nodes[:num_blocks], tail_node, limit)
-
-    def _parting_children(self, parent: int, block: bytes) -> Iterator[tuple[int, int]]:
-        """The children of `parent` that begin like `block`: (node, number of equal first tokens)."""
-        for node in self._by_first_token.get((parent, block[:4]), ()):
-            tokens = self._key[node][1]
-            length = min(len(tokens), len(block)) // 4
-            same = np.frombuffer(tokens, np.int32, length) == np.frombuffer(block, np.int32, length)
-            yield node, length if same.all() else int(same.argmin())
 
     def _longest_resume(self, nodes: list[int], limit: int) -> int:
         """Largest h <= limit such that in every windowed group each block that meets
@@ -219,29 +211,24 @@ class PrefixTree:
         self._parent_at[node] = parent
         self._end_at[node] = self._end_at[parent] + len(tokens) // 4
         self._num_children_at[parent] += 1
-        key = (parent, tokens)
-        self._children[key] = node
-        self._key[node] = key
-        self._by_first_token.setdefault((parent, tokens[:4]), {})[node] = None
+        self._index.add(parent, tokens, node)
         return node
 
-    def insert_chain(self, parent: int, blocks: list[bytes]) -> list[int]:
-        """Like `insert` of each of `blocks` (one at least) below the one before, in a fraction of the time.
+    def insert_chain(self, parent: int, blocks: list[bytes]) -> np.ndarray:
+        """Like `insert` of each of `blocks` (one at least, all whole) below the one before, in a fraction of the time.
+        Returns the nodes, int64.
 
         `parent` has no child for the first block. The caller gives them pages, references and a pin at once.
         """
         nodes = self._new_rows(len(blocks))
-        parents = [parent, *nodes[:-1]]
-        keys = list(zip(parents, blocks, strict=True))
-        self._children.update(zip(keys, nodes, strict=True))
-        self._key.update(zip(nodes, keys, strict=True))
-        self._by_first_token.setdefault((parent, blocks[0][:4]), {})[nodes[0]] = None
-        for above, tokens, node in zip(nodes, blocks[1:], nodes[1:], strict=False):
-            self._by_first_token[above, tokens[:4]] = {node: None}
-        self.parent[nodes] = parents
-        self.end[nodes] = self.end[parent] + np.cumsum([len(tokens) // 4 for tokens in blocks])
-        self.num_children[parents] += 1
-        return nodes
+        rows = np.array(nodes, dtype=np.int64)
+        self._index.add_chain(parent, blocks, nodes)
+        self.num_children[parent] += 1
+        self.num_children[rows[:-1]] = 1
+        self.parent[rows[0]] = parent
+        self.parent[rows[1:]] = rows[:-1]
+        self.end[rows] = self.end[parent] + self.page_tokens * np.arange(1, len(blocks) + 1)
+        return rows
 
     def _new_row(self) -> int:
         if self._free_nodes:
@@ -307,7 +294,7 @@ class PrefixTree:
         """Remove the node if it has no reason to exist, then its ancestors likewise."""
         if self._num_children_at[node]:
             return
-        while node in self._key and not (
+        while node in self._index and not (
             self._num_children_at[node]
             or self._pins_at[node]
             or node in self.resume_points
@@ -320,13 +307,8 @@ class PrefixTree:
                     self.spare.pop((group, node), None)
                     self.num_dead_full_pages += not self._is_windowed[group]
                     self._free_page(group, page)
-            parent, tokens = self._key.pop(node)
-            del self._children[parent, tokens]
+            parent = self._index.remove(node)
             self.pending.discard(node)
-            siblings = self._by_first_token[parent, tokens[:4]]
-            del siblings[node]
-            if not siblings:
-                del self._by_first_token[parent, tokens[:4]]
             self._num_children_at[parent] -= 1
             self._recycle(node)
             node = parent
@@ -375,8 +357,8 @@ class PrefixTree:
 
     def pass_by_short_blocks(self, parent: int, block: bytes) -> None:
         """A whole block (token ids as bytes) under `parent` is kept: so much for the short ones it begins with."""
-        for node, num_common in self._parting_children(parent, block):
-            if 4 * num_common == len(self._key[node][1]) < len(block) and node in self.resume_points:
+        for node, num_common in self._index.parting_children(parent, block):
+            if 4 * num_common == len(self._index.tokens(node)) < len(block) and node in self.resume_points:
                 self.resume_points.move_to_end(node, last=False)
 
     def strip_one(self, can_be_replayed: Callable[[int], bool]) -> bool:
@@ -419,7 +401,7 @@ class PrefixTree:
         self.expected.disappoint(chosen)
         held = self.resume_points.pop(chosen)
         parent = int(self.parent[chosen])
-        if not self.windowed_groups and parent in self._key and parent not in self.resume_points:
+        if not self.windowed_groups and parent in self._index and parent not in self.resume_points:
             self.resume_points[parent] = []
             self.resume_points.move_to_end(parent, last=False)
         self._let_go(held, spare=False)

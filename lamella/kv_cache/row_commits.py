@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lamella.kv_cache.arena import NULL_PAGE
-from lamella.kv_cache.prefix_tree import NO_NODE
+from lamella.kv_cache.child_index import NO_NODE
 from lamella.kv_cache.row_pages import RowPages
 from lamella.kv_cache.spec import ceil_div
 
@@ -35,7 +35,7 @@ class CommittingRows(RowPages):
             return
         tree, blocks = self.tree, self._blocks_of(row, token_ids, num_tokens)
         if blocks and tree.child(self._frontier_at[row], blocks[0]) == NO_NODE:
-            tree.pending.update(self._commit_new_blocks(row, blocks))
+            tree.pending.update(self._commit_new_blocks(row, blocks).tolist())
 
     def commit(self, row: int, token_ids: np.ndarray, num_computed: int, *, ends_prompt: bool = False) -> None:
         """Enter the blocks that are complete at `num_computed` in the tree, and keep resume points.
@@ -117,9 +117,9 @@ class CommittingRows(RowPages):
                 return
             self._commit_block(row, self._num_committed_at[row], key)
 
-    def _commit_new_blocks(self, row: int, blocks: list[bytes]) -> list[int]:
+    def _commit_new_blocks(self, row: int, blocks: list[bytes]) -> np.ndarray:
         """`_commit_block` for the row's next blocks, the first of which the tree has not: so it has none of them.
-        Returns their nodes."""
+        Returns their nodes (int64)."""
         tree, parent, first = self.tree, self._frontier_at[row], self._num_committed_at[row]
         nodes = tree.insert_chain(parent, blocks)
         pages = self.tables[:, row, first : first + len(nodes)]
@@ -127,9 +127,10 @@ class CommittingRows(RowPages):
         pages = np.where(is_exact & (pages < self._first_step_page), pages, NULL_PAGE)
         tree.page[:, nodes] = pages
         tree.refs[:, nodes] = pages != NULL_PAGE  # where slid already or a step page, there is nothing to refer to
-        tree.pin(nodes[-1])
+        last = int(nodes[-1])
+        tree.pin(last)
         tree.unpin(parent)
-        self._frontier_at[row] = nodes[-1]
+        self._frontier_at[row] = last
         self.nodes[row, first : first + len(nodes)] = nodes
         self._num_committed_at[row] = first + len(nodes)
         return nodes

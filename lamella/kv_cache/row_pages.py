@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lamella.kv_cache.arena import NULL_PAGE, Arena
+from lamella.kv_cache.child_index import NO_NODE
 from lamella.kv_cache.layout import KVLayout
-from lamella.kv_cache.prefix_tree import NO_NODE, PrefixTree
+from lamella.kv_cache.prefix_tree import PrefixTree
 from lamella.kv_cache.replay import ReplayRule
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.spec import ceil_div
@@ -123,9 +124,10 @@ class RowPages:
         old = self._num_blocks_at[row]
         if num_blocks <= old:
             return True
-        spans = [(group, max(old, kept[row]), num_blocks) for group, kept in enumerate(self._first_kept_at)]
-        if not self._own_pages(row, spans):
-            return False
+        if num_blocks - old > 1 or not self._own_block(row, old):
+            spans = [(group, max(old, kept[row]), num_blocks) for group, kept in enumerate(self._first_kept_at)]
+            if not self._own_pages(row, spans):
+                return False
         self._num_blocks_at[row] = num_blocks
         return True
 
@@ -229,6 +231,21 @@ class RowPages:
             self._stamp(group, row)
         if not self.step_blocks:
             self.step_pages.reset()
+
+    def _own_block(self, row: int, block: int) -> bool:
+        """Own a private page for one block in every group, if there are any without evictions: the quick case."""
+        taken: list[int] = []
+        for group, pages in enumerate(self._pages_at):
+            page = self.arena.allocate_one(group, pages[row][block - 1] if block else NULL_PAGE)
+            if page == NULL_PAGE:
+                for owner, given in enumerate(taken):
+                    self.arena.free(owner, given)
+                return False
+            taken.append(page)
+        for group, page in enumerate(taken):
+            self._pages_at[group][row][block] = page
+            self._count_owned(group, 1)
+        return True
 
     def _own_pages(self, row: int, spans: Sequence[tuple[int, int, int]]) -> bool:
         """Own private pages for the blocks from start to end, for each (group, start, end), or for none of them."""

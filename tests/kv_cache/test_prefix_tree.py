@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamella.kv_cache.arena import NULL_PAGE
-from lamella.kv_cache.prefix_tree import NO_NODE, PrefixTree
+from lamella.kv_cache.child_index import NO_NODE
+from lamella.kv_cache.prefix_tree import PrefixTree
 from tests.helpers.fake_executor import keys_seen
 from tests.helpers.simulation import chunked, full, kind_of, sliding
 
@@ -204,7 +205,7 @@ def test_a_chain_is_like_one_block_after_the_other():
     nodes = []
     for tokens in blocks:
         nodes.append(one_by_one.tree.insert(nodes[-1] if nodes else parent, tokens))
-    assert at_once.tree.insert_chain(parent, blocks) == nodes == [3, 4, 5, 6]
+    assert at_once.tree.insert_chain(parent, blocks).tolist() == nodes == [3, 4, 5, 6]
     for bench in (one_by_one, at_once):
         tree = bench.tree
         assert tree.parent[[1, *nodes]].tolist() == [0, 0, 3, 4, 5]
@@ -225,11 +226,11 @@ def test_a_chain_takes_free_nodes_first_and_then_new_ones(num_blocks):
     """The tree has room for 256 nodes at first; a root and three nodes that went leave the numbers 1 to 3 free."""
     tree = Bench([full()]).tree
     root = tree.root(None)
-    gone = tree.insert_chain(root, [bytes(8), bytes(8), bytes(8)])
+    gone = tree.insert_chain(root, [bytes(8), bytes(8), bytes(8)]).tolist()
     tree.pin(root)
     tree.prune(gone[-1])
     blocks = [np.array([index, index], dtype=np.int32).tobytes() for index in range(num_blocks)]
-    nodes = tree.insert_chain(root, blocks)
+    nodes = tree.insert_chain(root, blocks).tolist()
     assert sorted(nodes)[:3] == [1, 2, 3][:num_blocks]
     assert sorted([*nodes, *[1, 2, 3][num_blocks:]]) == list(range(1, max(num_blocks, 3) + 1))
     assert tree.parent[nodes].tolist() == [root, *nodes[:-1]]

@@ -12,8 +12,8 @@ import pytest
 from lamella.errors import CapacityError
 from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.capacity import num_requests_that_fit
+from lamella.kv_cache.child_index import NO_NODE
 from lamella.kv_cache.layout import build_layout
-from lamella.kv_cache.prefix_tree import NO_NODE
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import request_pages, size_pool
 from lamella.kv_cache.spec import ceil_div

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from lamella.kv_cache.block_manager import HybridBlockManager
-from lamella.kv_cache.prefix_tree import NO_NODE, PrefixTree
+from lamella.kv_cache.child_index import NO_NODE, ChildIndex
+from lamella.kv_cache.prefix_tree import PrefixTree
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, SlidingWindowSpec
 from tests.helpers.planted_faults.planting import FAULTS, replaced, replaces
 
@@ -81,11 +82,11 @@ class _ParentBlind(dict):  # type: ignore[type-arg]
         return super().get(key[1], default)
 
 
-@replaces(PrefixTree, "__init__")
-def key_without_parent(original, tree, *args, **kwargs):
-    original(tree, *args, **kwargs)
-    assert type(tree._children) is dict
-    tree._children = _ParentBlind()
+@replaces(ChildIndex, "__init__")
+def key_without_parent(original, index):
+    original(index)
+    assert type(index._nodes) is dict
+    index._nodes = _ParentBlind()
 
 
 @contextmanager

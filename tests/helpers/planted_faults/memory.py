@@ -5,8 +5,9 @@ from __future__ import annotations
 from lamella.engine.waiting_queue import WaitingQueue
 from lamella.kv_cache.arena import NULL_PAGE, Arena
 from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.child_index import NO_NODE
 from lamella.kv_cache.expectations import Expectations
-from lamella.kv_cache.prefix_tree import NO_NODE, PrefixTree
+from lamella.kv_cache.prefix_tree import PrefixTree
 from lamella.kv_cache.spec import SlidingWindowSpec
 from tests.helpers.planted_faults.planting import replaced, replaces
 

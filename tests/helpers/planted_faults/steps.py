@@ -110,7 +110,7 @@ def plans_share_their_arrays(original, tables, rows):
 @replaces(PrefixTree, "insert_chain")
 def chain_hangs_from_its_parent(original, tree, parent, blocks):
     """Every block of a chain becomes a child of the first one's parent."""
-    return [tree.insert(parent, tokens) for tokens in blocks]
+    return np.array([tree.insert(parent, tokens) for tokens in blocks])
 
 
 @replaces(Admission, "has_room")
