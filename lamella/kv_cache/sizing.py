@@ -13,7 +13,7 @@ from lamella.kv_cache.spec import ceil_div
 from lamella.kv_cache.step_pages import region_bytes, region_tokens
 
 # Of the memory, for step pages at most.
-MAX_STEP_PAGES_SHARE = 1 / 64
+MAX_STEP_PAGES_SHARE = 1 / 96
 
 
 class PoolSize(NamedTuple):

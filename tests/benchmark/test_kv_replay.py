@@ -125,10 +125,10 @@ def test_requests_that_do_not_fit_are_a_refusal(two_sessions):
 
 def test_unusable_bytes_of_fixed_pools(two_sessions):
     # With r = 1 the pools are equal and the sliding one is nearly idle: what it has is of no use to the full group.
-    # Of elastic memory 1/64 is for step pages.
+    # Of elastic memory 1/96 is for step pages.
     elastic = replay(LAMELLA, two_sessions, num_sessions=2, budget=100)
     split = replay(System("split", 1.0), two_sessions, num_sessions=2, budget=100)
-    assert 1 / 64 - 0.001 < elastic.unusable_bytes_share < 1 / 64 + 0.01
+    assert 1 / 96 - 0.001 < elastic.unusable_bytes_share < 1 / 96 + 0.01
     assert 0.4 < split.unusable_bytes_share < 0.55
 
 

@@ -55,13 +55,13 @@ def test_a_small_pool_caps_the_chunk():
 
 
 def test_memory_is_slabs_and_step_pages():
-    """A block is 16 B in each layer: pages of 3 and 15, slabs of 15 (240 B). Of 24,000 B at most 375 are step pages:
+    """A block is 16 B in each layer: pages of 3 and 15, slabs of 15 (240 B). Of 36,000 B at most 375 are step pages:
     240 B for the first block and 8 times 16 B more, 36 tokens, or what the largest chunk needs."""
     layout = gemma_layout()
-    assert pool(layout, memory_bytes=24_000, chunk_tokens=100)[::3] == ((24_000 - 368) // 240, 368)
-    assert pool(layout, memory_bytes=24_000, chunk_tokens=16)[::3] == ((24_000 - 288) // 240, 288)
-    assert pool(layout, memory_bytes=24_000, chunk_tokens=100, with_step_pages=False)[::3] == (100, 0)
-    assert pool(build_layout([full()] * 3, page_tokens=4), memory_bytes=24_000)[::3] == (500, 0)
+    assert pool(layout, memory_bytes=36_000, chunk_tokens=100)[::3] == ((36_000 - 368) // 240, 368)
+    assert pool(layout, memory_bytes=36_000, chunk_tokens=16)[::3] == ((36_000 - 288) // 240, 288)
+    assert pool(layout, memory_bytes=36_000, chunk_tokens=100, with_step_pages=False)[::3] == (150, 0)
+    assert pool(build_layout([full()] * 3, page_tokens=4), memory_bytes=36_000)[::3] == (750, 0)
 
 
 def test_step_pages_give_way_to_the_longest_request():
