@@ -127,17 +127,27 @@ def attend(
     key: torch.Tensor | None,
     value: torch.Tensor | None,
     metadata: AttentionMetadata,
+    *,
+    queries: AttentionMetadata | None = None,
 ) -> torch.Tensor:
     """One layer's attention for a mixed batch: write the new K/V, then decode rows, then prefill rows.
 
     query [T, num_heads, k_dim], key [T, num_kv_heads, k_dim], value [T, num_kv_heads, v_dim] ->
     [T, num_heads, v_dim]. key and value None: the layer has no KV of its own, and `cache` is that of an earlier layer
-    which has written this step's tokens. Raises InvariantError where only one of them is given.
+    which has written this step's tokens. queries: the metadata of the tokens that `query` is of, where K and V are of
+    more. Raises InvariantError where only one of K and V is given, or not one query for each token.
     """
     if (key is None) != (value is None):
         raise InvariantError("attention got only one of K and V; pass both, or neither for a layer that shares KV")
     if key is not None and value is not None:
         backend.write_kv(cache, key, value, metadata)
+    if queries is not None:
+        metadata = queries
+    if query.shape[0] != metadata.num_tokens:
+        raise InvariantError(
+            f"attention got queries of {query.shape[0]} tokens and metadata of {metadata.num_tokens}; "
+            "pass one query for each token"
+        )
     out = query.new_empty(query.shape[0], params.num_heads, params.spec.v_dim)
     attend_all = getattr(backend, "attend_all", None)
     if attend_all is not None:

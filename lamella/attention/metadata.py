@@ -52,25 +52,33 @@ class AttentionMetadata:
     def num_requests(self) -> int:
         return len(self.seq_lens_host)
 
-    def last_tokens(self, requests: np.ndarray) -> AttentionMetadata:
-        """The same context seen by the last new token of each of `requests` (int64 [S]) alone: S decode requests that
-        write nothing. Made once."""
-        key = ("last_tokens", requests.tobytes())
+    def of_tokens(self, tokens: np.ndarray) -> AttentionMetadata:
+        """The same context with only some of the new tokens (int64 [n], ascending): neighbours of one request are a
+        request that ends with the last of them. Made once."""
+        key = ("of_tokens", tokens.tobytes())
         found = self.derived.get(key)
         if found is None:
-            rows = torch.from_numpy(requests).to(self.seq_lens.device)
-            query_start = np.arange(len(requests) + 1)
+            request_of = np.searchsorted(self.query_start_host, tokens, side="right") - 1
+            # From one to the next this grows by 1 only if neither a token nor a request's end lies in between.
+            starts = np.flatnonzero(np.diff(tokens + request_of, prepend=-2) != 1)
+            requests = request_of[starts]
+            query_start = np.append(starts, len(tokens))
+            num_behind = self.query_start_host[requests + 1] - 1 - tokens[query_start[1:] - 1]
+            seq_lens = self.seq_lens_host[requests] - num_behind
+            longer = np.flatnonzero(np.diff(query_start) > 1)
+            device = self.seq_lens.device
+            rows = torch.from_numpy(requests).to(device)
             found = self.derived[key] = AttentionMetadata(
                 page_tokens=self.page_tokens,
-                num_decodes=len(requests),
-                query_start=torch.from_numpy(query_start).to(rows.device),
-                seq_lens=self.seq_lens[rows],
+                num_decodes=int(longer[0]) if len(longer) else len(requests),
+                query_start=torch.from_numpy(query_start).to(device),
+                seq_lens=torch.from_numpy(seq_lens).to(device),
                 first_blocks=self.first_blocks[rows],
                 first_keys=self.first_keys[rows],
                 block_tables=self.block_tables[rows],
-                slot_mapping=torch.full_like(rows, -1),
+                slot_mapping=self.slot_mapping[torch.from_numpy(tokens).to(device)],
                 query_start_host=query_start,
-                seq_lens_host=self.seq_lens_host[requests],
+                seq_lens_host=seq_lens,
                 first_blocks_host=self.first_blocks_host[requests],
                 first_keys_host=self.first_keys_host[requests],
                 block_tables_host=self.block_tables_host[requests],

@@ -65,6 +65,7 @@ def build_step_plan(
         num_decodes=num_decodes,
         moves=tuple(PageMoves(*moved) for moved in manager.moves),
         groups=tuple(groups),
+        first_step_slot=manager.step_pages.first_page * page_tokens,
         sample_requests=sample_requests,
         sampling=rows.sampling_batch(scheduled[sample_requests]),
     )

@@ -11,6 +11,7 @@ from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.head_sampling import sample_from_head
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
+from lamella.model_executor.receptive_field import ReceptiveField
 from lamella.model_executor.sampler import Sampler
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
 from lamella.model_executor.step_plan import GroupPlan, StepPlan, StepResult
@@ -21,6 +22,9 @@ class ModelRunner:
 
     attention_specs: what each layer sees; `layout` says where its KV lies. The model gives K and V for every layer
     that keeps KV and None for those that read another's.
+
+    prunes: layers compute only the tokens that something depends on (`ReceptiveField`), and the model goes by
+    `StepAttention.output_rows`. False: they compute all.
     """
 
     def __init__(
@@ -30,12 +34,16 @@ class ModelRunner:
         layout: KVLayout,
         attention_specs: list[KVCacheSpec],
         arena: torch.Tensor,
+        *,
+        prunes: bool = True,
     ) -> None:
         self.model = model
         self.backend = backend
         self.layout = layout
         self.arena = arena
         self.sampler = Sampler()
+        self.receptive_field = ReceptiveField(layout, attention_specs)
+        self.prunes = prunes
         self.places = []
         for layer, (spec, params) in enumerate(
             zip(attention_specs, model.attention_params(attention_specs), strict=True)
@@ -57,16 +65,19 @@ class ModelRunner:
         device = self.arena.device
         metadata = [self._metadata(plan, group) for group in plan.groups]
 
-        attention = StepAttention(self.backend, self.layout, self.places, metadata, plan.sample_requests)
-        output_rows = torch.from_numpy(plan.query_start[1:][plan.sample_requests] - 1).to(device)
+        needed_tokens = self.receptive_field.needed_tokens(plan) if self.prunes else {}
+        token_ids, positions = plan.token_ids, plan.positions
+        if 0 in needed_tokens:
+            token_ids, positions = token_ids[needed_tokens[0]], positions[needed_tokens[0]]
         hidden = self.model(
-            torch.from_numpy(plan.token_ids).to(device),
-            torch.from_numpy(plan.positions).to(device),
-            attention,
-            output_rows,
+            torch.from_numpy(token_ids).to(device),
+            torch.from_numpy(positions).to(device),
+            StepAttention(self.backend, self.layout, self.places, metadata, needed_tokens),
         )
-        if not len(output_rows):
+        if not len(plan.sample_requests):
             return StepResult(token_ids=np.zeros(0, dtype=np.int64), logprobs={})
+        if len(hidden) > len(plan.sample_requests):  # it gave all tokens
+            hidden = hidden[torch.from_numpy(plan.sampled_tokens).to(device)]
         scores = self.model.logits(hidden)
         if isinstance(scores, torch.Tensor):
             return self.sampler(scores, plan.sampling)

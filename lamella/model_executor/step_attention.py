@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ class LayerPlace:
 
 
 class StepAttention:
-    """metadata: one for each group. output_requests: int64 [S], the requests whose last token's output is wanted."""
+    """metadata: one for each group, of all tokens. needed_tokens: which of them layers take in, see ReceptiveField."""
 
     def __init__(
         self,
@@ -32,23 +33,34 @@ class StepAttention:
         layout: KVLayout,
         places: list[LayerPlace],
         metadata: list[AttentionMetadata],
-        output_requests: np.ndarray,
+        needed_tokens: Mapping[int, np.ndarray],
     ) -> None:
         self.backend = backend
         self.layout = layout
         self.places = places
         self.metadata = metadata
-        self.output_requests = output_requests
+        self.needed_tokens = needed_tokens
+
+    def output_rows(self, layer: int) -> torch.Tensor | None:
+        """Which of the tokens that the layer takes in leave it (int64 [S]); None: all. The others give K and V only."""
+        taken, left = self.needed_tokens.get(layer), self.needed_tokens.get(layer + 1)
+        if left is None or (taken is not None and len(taken) == len(left)):
+            return None
+        rows = left if taken is None else np.searchsorted(taken, left)
+        return torch.from_numpy(rows).to(self.metadata[0].slot_mapping.device)
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
-        """q [T, num_heads, k_dim], k and v [T, num_kv_heads, dim] or None -> [T, num_heads, v_dim]."""
+        """q [S, num_heads, k_dim], k and v [T, num_kv_heads, dim] or None -> [S, num_heads, v_dim], for T tokens that
+        the layer takes in and S that leave it."""
         place = self._place(layer, has_kv=k is not None)
-        return attend(self.backend, place.params, place.cache, q, k, v, self.metadata[place.group])
+        taken, left = self._metadata(place, layer), self._metadata(place, layer + 1)
+        return attend(self.backend, place.params, place.cache, q, k, v, taken, queries=left)
 
     def fused(self, layer: int, qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
-        """From the fused projection qkv [T, columns] of a layer with its own KV -> [T, num_heads, v_dim]."""
+        """From the fused projection qkv [T, columns] of a layer with its own KV, which all tokens leave ->
+        [T, num_heads, v_dim]."""
         place = self._place(layer, has_kv=True)
-        return self._native.attend_qkv(place.params, place.cache, qkv, transform, self.metadata[place.group])
+        return self._native.attend_qkv(place.params, place.cache, qkv, transform, self._metadata(place, layer))
 
     def fused_outputs(
         self,
@@ -58,14 +70,18 @@ class StepAttention:
         transform: HeadTransform,
         output_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """K and V of all tokens [T, columns], queries of the last token of each of the output requests [S, columns] ->
-        [S, num_heads, v_dim]. `transform` is of all tokens; output_rows, int64 [S], says which the queries are of."""
+        """K and V of the tokens that the layer takes in [T, columns], queries of those that leave it [S, columns] ->
+        [S, num_heads, v_dim]. `transform` is of all T; output_rows: as `output_rows` gave them."""
         place = self._place(layer, has_kv=True)
-        metadata = self.metadata[place.group]
+        taken, left = self._metadata(place, layer), self._metadata(place, layer + 1)
         native = self._native
-        native.write_keys_values(place.params, place.cache, keys_values, transform, metadata)
-        outputs = metadata.last_tokens(self.output_requests)
-        return native.attend_queries(place.params, place.cache, queries, transform.of_rows(output_rows), outputs)
+        native.write_keys_values(place.params, place.cache, keys_values, transform, taken)
+        return native.attend_queries(place.params, place.cache, queries, transform.of_rows(output_rows), left)
+
+    def _metadata(self, place: LayerPlace, layer: int) -> AttentionMetadata:
+        """Of the tokens that `layer` takes in, as the layer at `place` has them."""
+        metadata, tokens = self.metadata[place.group], self.needed_tokens.get(layer)
+        return metadata if tokens is None else metadata.of_tokens(tokens)
 
     def _place(self, layer: int, *, has_kv: bool) -> LayerPlace:
         if has_kv == self.layout.is_shared(layer):

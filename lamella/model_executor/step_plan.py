@@ -72,8 +72,15 @@ class StepPlan:
     num_decodes: int
     moves: tuple[PageMoves, ...]  # in this order: a page may move on, and its place be used again
     groups: tuple[GroupPlan, ...]
+    first_step_slot: int  # slots from here on lie in step pages: what they hold is for this step alone
     sample_requests: np.ndarray  # int64 [S], which of the R requests get a token
     sampling: SamplingBatch
+
+    @property
+    def sampled_tokens(self) -> np.ndarray:
+        """int64 [S], which of the T tokens are followed by one that is sampled."""
+        last_tokens: np.ndarray = self.query_start[1:][self.sample_requests] - 1
+        return last_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """A model without arithmetic: KV contents are tags that name exactly which tokens led to them.
 
 The tag of a position is a digest of the salt and all tokens up to it. Executing a step copies and
-writes tags as a real runner does bytes, layer by layer, and every query checks each key that it may see. The next
-token is a function of the last tag, so the whole generation can be foretold from the prompt alone.
+writes tags as a real runner does bytes, layer by layer, for the tokens that the layer must compute, and every query
+checks each key that it may see. The next token is a function of the last tag, so the whole generation can be foretold
+from the prompt alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lamella.kv_cache.layout import KVLayout
+from lamella.model_executor.receptive_field import ReceptiveField
 from lamella.model_executor.step_plan import GroupPlan, StepPlan, StepResult
 
 VOCAB = 50
@@ -72,6 +74,8 @@ class FakeExecutor:
 
     Where a query lacks a key that its layer should see (a replay), what comes out of that layer is inexact, and
     so is the KV of the layers above; a token must never be sampled from such a position.
+
+    prunes: layers compute only the tokens that they must. False: all.
     """
 
     def __init__(self, layout: KVLayout, kinds: list[tuple[str, int]], num_slabs: int | None = None) -> None:
@@ -80,6 +84,7 @@ class FakeExecutor:
         self._first_step_unit = None if num_slabs is None else num_slabs * layout.slab_units
         self._num_layers = len(layout.owners)
         self._groups = [layout.layer_address(layer)[0] for layer in range(self._num_layers)]
+        self._receptive_field = ReceptiveField(layout, [layout.groups[group].spec for group in self._groups])
         # Units from the page's address to the layer's part, and how many that has.
         self._offsets = [layout.layer_address(layer)[1] // layout.unit_bytes for layer in range(self._num_layers)]
         self._units = [
@@ -88,10 +93,12 @@ class FakeExecutor:
         # Keyed by the unit of memory, shared by all layers of all groups: a place that two think is theirs is
         # overwritten, and noticed.
         self.memory: dict[int, LayerPage] = {}
+        self.prunes = True
         self.most_keys_checked = 0
         self.num_replayed_tokens = 0
         self.num_inexact_outputs = 0
         self.num_step_page_tokens = 0
+        self.num_unwritten_entries = 0  # KV in step pages that nobody needed, over all layers
 
     def _entries(self, layer: int, page: int) -> list[Entry | None]:
         """Of one block in an owner's layer. Where another wrote since, nothing is left."""
@@ -118,16 +125,20 @@ class FakeExecutor:
             assert plan.token_ids[start : start + len(positions)].tolist() == [tokens[one] for one in positions]
             assert positions[-1] + 1 == plan.seq_lens[index]
         self._count(plan)
+        needed_tokens = self._receptive_field.needed_tokens(plan) if self.prunes else {}
         exact = [dict.fromkeys(positions, True) for positions in all_positions]
+        exact = self._of_tokens(plan, exact, needed_tokens.get(0))
         for layer in range(self._num_layers):
             for index, of_position in enumerate(exact):
                 if self.layout.owners[layer] == layer:
                     self._write(plan, layer, index, of_position, all_tags[index])
+            exact = self._of_tokens(plan, exact, needed_tokens.get(layer + 1))
             for index, of_position in enumerate(exact):
                 self._read(plan, layer, index, of_position, all_tags[index])
+                self.num_inexact_outputs += sum(not one for one in of_position.values())
         for index in plan.sample_requests.tolist():
-            assert exact[index][int(plan.seq_lens[index]) - 1], "a token is sampled from an inexact position"
-        self.num_inexact_outputs += sum(not one for of_position in exact for one in of_position.values())
+            last = int(plan.seq_lens[index]) - 1
+            assert exact[index].get(last), "a token is sampled from a position that is inexact, or was not computed"
         if self._first_step_unit is not None:
             for unit in [unit for unit in self.memory if unit >= self._first_step_unit]:
                 del self.memory[unit]
@@ -144,6 +155,18 @@ class FakeExecutor:
     def _positions(plan: StepPlan, index: int) -> list[int]:
         return plan.positions[plan.query_start[index] : plan.query_start[index + 1]].tolist()
 
+    @staticmethod
+    def _of_tokens(plan: StepPlan, exact: list[dict[int, bool]], tokens: np.ndarray | None) -> list[dict[int, bool]]:
+        """What is left of `exact` when only these tokens go on (None: all)."""
+        if tokens is None:
+            return exact
+        left: list[dict[int, bool]] = [{} for _ in exact]
+        for token in tokens.tolist():
+            index = int(np.searchsorted(plan.query_start, token, side="right")) - 1
+            position = int(plan.positions[token])
+            left[index][position] = exact[index][position]
+        return left
+
     def _count(self, plan: StepPlan) -> None:
         for group, part in enumerate(plan.groups):
             is_unwritten = part.slot_mapping < 0
@@ -157,9 +180,16 @@ class FakeExecutor:
         page_tokens = self.layout.page_tokens
         rows = slice(int(plan.query_start[index]), int(plan.query_start[index + 1]))
         slots = plan.groups[self._groups[layer]].slot_mapping[rows].tolist()
-        for slot, (position, is_exact) in zip(slots, exact.items(), strict=True):
-            if slot >= 0:
-                self._entries(layer, slot // page_tokens)[slot % page_tokens] = Entry(tags[position], is_exact)
+        for slot, position in zip(slots, plan.positions[rows].tolist(), strict=True):
+            if slot < 0:
+                continue
+            if position in exact:
+                entry = Entry(tags[position], exact[position])
+                self._entries(layer, slot // page_tokens)[slot % page_tokens] = entry
+                continue
+            assert slot >= plan.first_step_slot, f"layer {layer}: a page that stays lacks position {position}"
+            self._entries(layer, slot // page_tokens)[slot % page_tokens] = None  # what was there might pass for it
+            self.num_unwritten_entries += 1
 
     def _read(self, plan: StepPlan, layer: int, index: int, exact: dict[int, bool], tags: list[bytes]) -> None:
         """Each query checks all that it sees; `exact` (position -> whether) becomes what comes out of the layer."""

@@ -56,7 +56,7 @@ class Stack:
     def attention_params(self, specs):
         return [AttentionParams(spec=spec, num_heads=NUM_HEADS, scale=SCALE) for spec in specs]
 
-    def __call__(self, token_ids, positions, attention, output_rows):
+    def __call__(self, token_ids, positions, attention):
         x = self.embedding[token_ids] + self.place[positions]
         for layer in range(len(self.wq)):
             q = (x @ self.wq[layer]).view(-1, NUM_HEADS, K_DIM)
@@ -66,7 +66,7 @@ class Stack:
                 v = (x @ self.wv[layer]).view(-1, NUM_KV_HEADS, V_DIM)
             x = x + attention(layer, q, k, v).flatten(1) @ self.wo[layer]
         self.hidden = x
-        return x[output_rows]
+        return x
 
     def logits(self, hidden):
         return hidden @ self.embedding.T
@@ -101,7 +101,7 @@ def make_runner(stack, backend, specs, sharing, simulation, *, uniform=False):
     assert layout.groups == simulation.manager.layout.groups
     arena = nan_arena(simulation.manager.arena.num_slabs * layout.slab_bytes)
     arena[: layout.slab_bytes] = 0
-    return ModelRunner(stack, backend, layout, specs, arena)
+    return ModelRunner(stack, backend, layout, specs, arena, prunes=False)
 
 
 def simulate(specs, sharing, *, uniform=False):

@@ -226,14 +226,14 @@ class Stack:
             for spec, sinks in zip(specs, self.sinks, strict=True)
         ]
 
-    def __call__(self, token_ids, positions, attention, output_rows):
+    def __call__(self, token_ids, positions, attention):
         x = self.embedding[token_ids] + self.place[positions]
         for layer in range(NUM_LAYERS):
             q = (x @ self.wq[layer]).view(-1, NUM_HEADS, HEAD_DIM)
             k, v = ((x @ weight[layer]).view(-1, NUM_KV_HEADS, HEAD_DIM) for weight in (self.wk, self.wv))
             x = x + attention(layer, q, k, v).flatten(1) @ self.wo[layer]
         self.hidden = x
-        return x[output_rows]
+        return x
 
     def logits(self, hidden):
         return hidden @ self.embedding.T
@@ -347,7 +347,7 @@ def stack_runner(stack, backend, simulation) -> ModelRunner:
     layout = simulation.manager.layout
     arena = nan_arena(simulation.manager.arena.num_slabs * layout.slab_bytes)
     arena[: layout.slab_bytes] = 0
-    return ModelRunner(stack, backend, layout, SPECS, arena)
+    return ModelRunner(stack, backend, layout, SPECS, arena, prunes=False)
 
 
 def some_tokens(*counts: int) -> list[list[int]]:

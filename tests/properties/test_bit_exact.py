@@ -9,6 +9,7 @@ import torch
 
 from lamella import LLM, SamplingParams
 from lamella.native.library import load_library
+from tests.helpers.step_page_watch import NAN_BYTE, watch_step_pages
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 NUM_TOKENS = 40
@@ -131,6 +132,58 @@ def test_skipping_what_no_later_token_depends_on_does_not_change_a_bit(tmp_path)
         assert stats.kv_cache.hits.num_skipped_tokens == 160 + 208 + 256
         assert stats.num_cached_tokens == 0
         assert answers(llm, prompts) == alone
+
+
+@pytest.mark.parametrize(
+    ("kinds", "arguments"),
+    [
+        ("fssfss", {}),
+        ("fssfss", {"max_num_batched_tokens": 70}),
+        ("ssfsss", {"quantization": "w8a8"}),
+        ("ssssss", {"page_size": 32}),
+        ("ssssss", {"windowed_replay": False, "max_num_batched_tokens": 130}),
+        ("fsssss", {"retention_grid_tokens": 64}),
+        ("sfssss", {"enable_prefix_caching": False}),
+    ],
+    ids=str,
+)
+def test_leaving_out_what_nothing_depends_on_does_not_change_a_bit(tmp_path, kinds, arguments):
+    """Nor a byte of the pages that stay. The same steps give the same pages, in an arena of NaN."""
+    layer_types = [{"f": "full_attention", "s": "sliding_attention"}[kind] for kind in kinds]
+    save_tiny_gemma(tmp_path, seed=5, layer_types=layer_types)
+    generator = np.random.default_rng(12)
+    prompts = [generator.integers(6, 320, size=length).tolist() for length in (400, 90, 301)]
+    prompts += [[*prompts[0][:150], *prompts[1]], [*prompts[2], *prompts[1]]]
+    found, arenas, num_left_out = [], [], []
+    for prunes in (True, False):
+        with engine(str(tmp_path), max_model_len=512, **arguments) as llm:
+            watch_step_pages(llm.engine)
+            loaded = llm.engine._require_open()
+            loaded.runner.prunes = prunes
+            arena = loaded.runner.arena[: loaded.pool.num_slabs * loaded.layout.slab_bytes]
+            arena[loaded.layout.slab_bytes :] = NAN_BYTE
+            num_left_out.append(count_what_is_left_out(loaded.runner))
+            found.append([answers(llm, prompts), answers(llm, prompts[::-1])])
+            arenas.append(arena.clone())
+    assert found[0] == found[1]
+    assert torch.equal(arenas[0], arenas[1])
+    assert sum(num_left_out[0]) > 400
+    assert num_left_out[1] == []
+
+
+def count_what_is_left_out(runner):
+    """A list that gets, of each step from now on, how many tokens layers did not take in, over all layers."""
+    counts = []
+    needed_tokens = runner.receptive_field.needed_tokens
+
+    def counted(plan):
+        needed = needed_tokens(plan)
+        num_layers = len(runner.places)
+        counts.append(sum(len(plan.token_ids) - len(needed[layer]) for layer in needed if layer < num_layers))
+        return needed
+
+    runner.receptive_field.needed_tokens = counted
+    return counts
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

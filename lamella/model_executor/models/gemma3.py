@@ -100,13 +100,8 @@ class Gemma3ForCausalLM(nn.Module):
             for spec in specs
         ]
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention, output_rows: torch.Tensor
-    ) -> torch.Tensor:
-        """token_ids, positions: int64 [T]; output_rows: int64 [S], the tokens whose hidden state is wanted.
-
-        Returns [S, hidden_size]. In the last layer the other tokens get their K and V and no more.
-        """
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
+        """token_ids, positions: int64 [T]. Returns [S, hidden_size], of the tokens that leave the last layer."""
         operators = self.operators
         ropes = {
             rope: rotary_tables(positions, self.config.head_dim, rope[0], rope[1], self.dtype)
@@ -117,12 +112,13 @@ class Gemma3ForCausalLM(nn.Module):
         last = len(self._stack) - 1
         for index, (layer, rope) in enumerate(zip(self._stack, self.ropes, strict=True)):
             attn, mlp = layer.self_attn, layer.mlp
-            wanted = output_rows if index == last else None
+            rows = attention.output_rows(index)
             attended = operators.attend(
-                attention, index, attn.qkv_proj, normed, attn.heads, (attn.q_norm, attn.k_norm), ropes[rope], wanted
+                attention, index, attn.qkv_proj, normed, attn.heads, (attn.q_norm, attn.k_norm), ropes[rope], rows
             )
-            if wanted is not None:
-                x = x[wanted]
+            if rows is not None:
+                x = x[rows]
+                ropes = {each: (cos[rows], sin[rows]) for each, (cos, sin) in ropes.items()}
             attended = operators.linear(attn.o_proj, attended)
             x, normed = operators.add_norm(x, attended, layer.post_attention_layernorm, layer.pre_feedforward_layernorm)
             gated = operators.gated_gelu(operators.linear(mlp.gate_up_proj, normed))

@@ -75,12 +75,16 @@ class HeadScores(Protocol):
 class StepAttention(Protocol):
     """Attention of one step, all layers: writes K and V to the cache, returns what each query sees."""
 
+    def output_rows(self, layer: int) -> torch.Tensor | None:
+        """Which of the layer's T tokens leave it, and are the next one's: int64 [S], or None for all."""
+        ...
+
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
-        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim]."""
+        """q [S, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> [S, num_heads, head_dim]."""
         ...
 
     def fused(self, layer: int, qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
-        """From a fused projection [T, columns], on the native backend only."""
+        """From a fused projection [T, columns] where all leave the layer, on the native backend only."""
         ...
 
     def fused_outputs(
@@ -91,7 +95,7 @@ class StepAttention(Protocol):
         transform: HeadTransform,
         output_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """K and V of all tokens, queries of those whose output is wanted, on the native backend only."""
+        """K and V of all tokens, queries of those that leave the layer, on the native backend only."""
         ...
 
 

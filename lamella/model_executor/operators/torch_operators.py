@@ -43,12 +43,18 @@ class TorchOperators:
         rotary: Rotary,
         output_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        shape = (x.shape[0], -1, heads.head_dim)
-        q, k, v = (part.reshape(shape) for part in self.linear(projection, x).split(heads.sizes, dim=-1))
-        q = apply_rotary(self.norm(q, norms[0]), rotary)
+        num_query, *key_value = heads.sizes
+        q_rotary = rotary
+        if output_rows is None:
+            q, k, v = self.linear(projection, x).split(heads.sizes, dim=-1)
+        else:
+            q = linear(x[output_rows], projection.weight[:num_query])
+            k, v = linear(x, projection.weight[num_query:]).split(key_value, dim=-1)
+            q_rotary = (rotary[0][output_rows], rotary[1][output_rows])
+        q, k, v = (part.unflatten(1, (-1, heads.head_dim)) for part in (q, k, v))
+        q = apply_rotary(self.norm(q, norms[0]), q_rotary)
         k = apply_rotary(self.norm(k, norms[1]), rotary)
-        out = attention(layer, q, k, v).flatten(1)
-        return out if output_rows is None else out[output_rows]
+        return attention(layer, q, k, v).flatten(1)
 
     def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> torch.Tensor:
         logits = linear(hidden, weight.weight).float()
