@@ -287,8 +287,9 @@ class TestNobodys:
         invariants.check(manager)
 
 
-# Layer 6 reads what layer 1 wrote, after layer 5 has written: only the group of layer 5 has step pages.
-READ_LATER = ([sliding(5), sliding(5), full(), sliding(5), full(), sliding(9), sliding(5)], {3: 1, 4: 2, 6: 1})
+# Layer 6 reads what layer 1 wrote, after layer 5 has written: only the group of layer 5 has step pages. Layer 7 keeps
+# every token's KV, so that layer 6 has to read for all of them.
+READ_LATER = ([sliding(5), sliding(5), full(), sliding(5), full(), sliding(9), sliding(5), full(2)], {3: 1, 4: 2, 6: 1})
 STACKS = [
     (HYBRID, None),
     ([sliding(5), full(), sliding(5), chunked(8), sliding(12, 2)], None),
@@ -318,7 +319,10 @@ def test_tight_memory_gives_what_the_prompts_foretell(page_tokens, specs, kv_sha
     run_all(simulation)
     for index, prompt in enumerate(prompts):
         assert simulation.outputs[f"r{index}"] == foretell(None, prompt, 8)
-    assert not never_idle or simulation.executor.num_step_page_tokens > 0
+    if never_idle:
+        assert simulation.executor.num_step_page_tokens > 0
+        # Under a last layer of full attention every token's KV is needed.
+        assert (simulation.executor.num_unwritten_entries > 0) == specs[-1].is_windowed
     assert all(usage.owned == 0 for usage in simulation.manager.usage().values())
 
 
