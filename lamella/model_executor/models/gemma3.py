@@ -10,11 +10,12 @@ from torch import nn
 
 from lamella.attention.backend import AttentionParams
 from lamella.kv_cache.spec import KVCacheSpec
-from lamella.model_executor.layers import rotary_tables
+from lamella.model_executor.layers import rotary_frequencies, rotary_tables
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.operators.base import (
     HeadScores,
     HeadShape,
+    LayerTail,
     Norm,
     Operators,
     Projection,
@@ -52,6 +53,19 @@ class _Layer(nn.Module):
         self.pre_feedforward_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
+    def tail(self, following_norm: Norm) -> LayerTail:
+        """What follows attention, up to the norm that comes after this layer."""
+        return LayerTail(
+            self.self_attn.o_proj,
+            self.post_attention_layernorm,
+            self.pre_feedforward_layernorm,
+            self.mlp.gate_up_proj,
+            self.mlp.down_proj,
+            self.post_feedforward_layernorm,
+            following_norm,
+            activation="gelu_tanh",
+        )
+
 
 class Gemma3ForCausalLM(nn.Module):
     """Parameters start without memory (meta tensors); `load` gives them their tensors."""
@@ -70,6 +84,8 @@ class Gemma3ForCausalLM(nn.Module):
         self._stack = [_Layer(f"layers.{layer}", config, make) for layer in range(config.num_layers)]
         self.layers = nn.ModuleList(self._stack)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        following = [*(layer.input_layernorm for layer in self._stack[1:]), self.norm]
+        self._tails = [layer.tail(norm) for layer, norm in zip(self._stack, following, strict=True)]
         self.lm_head = None if config.tie_word_embeddings else make("lm_head", config.vocab_size, config.hidden_size)
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -86,6 +102,10 @@ class Gemma3ForCausalLM(nn.Module):
         """Take the tensors as they are, without a copy (they may be memory-mapped)."""
         self.load_state_dict(weights, strict=True, assign=True)
         self.requires_grad_(False)
+        device = self.norm.weight.device
+        self._frequencies = {
+            rope: rotary_frequencies(self.config.head_dim, *rope, device) for rope in dict.fromkeys(self.ropes)
+        }
 
     def attention_params(self, specs: list[KVCacheSpec]) -> list[AttentionParams]:
         """specs: what each layer sees (not how long its KV is kept)."""
@@ -109,27 +129,20 @@ class Gemma3ForCausalLM(nn.Module):
         """
         operators = self.operators
         ropes = {
-            rope: rotary_tables(positions, self.config.head_dim, rope[0], rope[1], self.dtype)
-            for rope in set(self.ropes)
+            rope: rotary_tables(positions, frequencies, self.dtype) for rope, frequencies in self._frequencies.items()
         }
         x = operators.embed(self.embed_tokens, token_ids, self.config.hidden_size**0.5)
         normed = operators.norm(x, self._stack[0].input_layernorm)
         last = len(self._stack) - 1
-        for index, (layer, rope) in enumerate(zip(self._stack, self.ropes, strict=True)):
-            attn, mlp = layer.self_attn, layer.mlp
-            wanted = output_rows if index == last else None
+        for index, (layer, rope, tail) in enumerate(zip(self._stack, self.ropes, self._tails, strict=True)):
+            attn = layer.self_attn
+            wanted = output_rows if index == last and len(output_rows) < len(x) else None
             attended = operators.attend(
                 attention, index, attn.qkv_proj, normed, attn.heads, (attn.q_norm, attn.k_norm), ropes[rope], wanted
             )
             if wanted is not None:
                 x = x[wanted]
-            attended = operators.linear(attn.o_proj, attended)
-            x, normed = operators.add_norm(x, attended, layer.post_attention_layernorm, layer.pre_feedforward_layernorm)
-            gated = operators.gated_gelu(operators.linear(mlp.gate_up_proj, normed))
-            following = self.norm if index == last else self._stack[index + 1].input_layernorm
-            x, normed = operators.add_norm(
-                x, operators.linear(mlp.down_proj, gated), layer.post_feedforward_layernorm, following
-            )
+            x, normed = operators.finish_layer(tail, x, attended)
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | HeadScores:

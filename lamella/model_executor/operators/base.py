@@ -6,8 +6,8 @@ there is one method here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -40,7 +40,10 @@ class Norm(nn.Module):
 
 
 class Projection(nn.Module):
-    """A linear layer's weight [num_out, num_in], stored in the form that the operators want."""
+    """A linear layer's weight [num_out, num_in], stored in the form that the operators want.
+
+    derived: what operators make of the loaded weight once and use in every step.
+    """
 
     weight: torch.Tensor
     scales: torch.Tensor  # where the form has them
@@ -51,9 +54,26 @@ class Projection(nn.Module):
         self.name = name
         self.num_out = num_out
         self.num_in = num_in
+        self.derived: dict[Any, Any] = {}
         for ending, (shape, stored_dtype) in operators.weight_form.tensors(name, (num_out, num_in), dtype).items():
             empty = torch.empty(shape, dtype=stored_dtype, device="meta")
             self.register_parameter(ending, nn.Parameter(empty, requires_grad=False))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTail:
+    """What follows attention in a layer: the output projection and the gated MLP, a norm before and after each, and the
+    norm of what comes next. derived: as a Projection's."""
+
+    o_proj: Projection
+    post_attention_norm: Norm
+    pre_mlp_norm: Norm
+    gate_up_proj: Projection  # gate first
+    down_proj: Projection
+    post_mlp_norm: Norm
+    following_norm: Norm
+    activation: str  # native.elementwise.ACTIVATIONS
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
 class HeadScores(Protocol):
@@ -107,18 +127,13 @@ class Operators(Protocol):
         """Rows of the table, times `scale`: a new tensor [T, num_in]."""
         ...
 
-    def linear(self, weight: Projection, x: torch.Tensor) -> torch.Tensor: ...
-
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor: ...
 
-    def add_norm(
-        self, x: torch.Tensor, y: torch.Tensor, post: Norm, following: Norm
+    def finish_layer(
+        self, tail: LayerTail, x: torch.Tensor, attended: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x + post(y), following(x + post(y))). x may be overwritten."""
-        ...
-
-    def gated_gelu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[T, 2 * width], gate first -> gelu_tanh(gate) * up."""
+        """Attention's result [T, num_heads * head_dim] into the residual stream x [T, width], and the MLP's; also the
+        following norm of that. x may be overwritten."""
         ...
 
     def attend(

@@ -8,6 +8,7 @@ from lamella.attention.native_backend import HeadTransform
 from lamella.model_executor.operators.base import (
     HeadScores,
     HeadShape,
+    LayerTail,
     Norm,
     Projection,
     Rotary,
@@ -15,7 +16,8 @@ from lamella.model_executor.operators.base import (
 )
 from lamella.model_executor.operators.linear_kinds import LinearKind
 from lamella.model_executor.weight_forms import WeightForm
-from lamella.native.elementwise import add_norm, gated_activation
+from lamella.native import layers
+from lamella.native.elementwise import add_norm
 
 
 class NativeOperators:
@@ -31,19 +33,34 @@ class NativeOperators:
     def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
         return self._kind.gather(table, token_ids, scale)
 
-    def linear(self, weight: Projection, x: torch.Tensor) -> torch.Tensor:
-        return self._kind.linear(weight, x, 0, weight.num_out)
-
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return add_norm(x, None, None, norm.weight, norm.eps)
 
-    def add_norm(
-        self, x: torch.Tensor, y: torch.Tensor, post: Norm, following: Norm
+    def finish_layer(
+        self, tail: LayerTail, x: torch.Tensor, attended: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, add_norm(x, y, post.weight, following.weight, following.eps)
+        native = tail.derived.get("native")
+        if native is None:
+            native = tail.derived["native"] = self._layer_tail(tail)
+        return x, native(x, attended)
 
-    def gated_gelu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return gated_activation(gate_up, "gelu_tanh")
+    def _layer_tail(self, tail: LayerTail) -> layers.LayerTail:
+        return layers.LayerTail(
+            *(self._layer(weight, 0, weight.num_out) for weight in (tail.o_proj, tail.gate_up_proj, tail.down_proj)),
+            post_attention_norm=tail.post_attention_norm.weight,
+            pre_mlp_norm=tail.pre_mlp_norm.weight,
+            post_mlp_norm=tail.post_mlp_norm.weight,
+            following_norm=tail.following_norm.weight,
+            eps=tail.following_norm.eps,
+            activation=tail.activation,
+        )
+
+    def _layer(self, weight: Projection, start: int, stop: int) -> layers.LinearLayer:
+        """Outputs [start, stop) of `weight`."""
+        layer: layers.LinearLayer | None = weight.derived.get((start, stop))
+        if layer is None:
+            layer = weight.derived[start, stop] = self._kind.layer(weight, start, stop)
+        return layer
 
     def attend(
         self,
@@ -59,11 +76,11 @@ class NativeOperators:
         query_norm, key_norm = norms
         transform = HeadTransform(query_norm.weight, key_norm.weight, query_norm.eps, *rotary)
         if output_rows is None:
-            return attention.fused(layer, self.linear(projection, x), transform).flatten(1)
+            return attention.fused(layer, self._layer(projection, 0, projection.num_out)(x), transform).flatten(1)
         # K and V of all, Q of the rows that are wanted.
         num_query = heads.sizes[0]
-        queries = self._kind.linear(projection, x[output_rows], 0, num_query)
-        keys_values = self._kind.linear(projection, x, num_query, projection.num_out)
+        queries = self._layer(projection, 0, num_query)(x[output_rows])
+        keys_values = self._layer(projection, num_query, projection.num_out)(x)
         return attention.fused_outputs(layer, queries, keys_values, transform, output_rows).flatten(1)
 
     def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:

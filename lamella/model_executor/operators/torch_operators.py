@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lamella.model_executor.layers import apply_rotary, gated_gelu, linear, rms_norm
-from lamella.model_executor.operators.base import HeadShape, Norm, Projection, Rotary, StepAttention
+from lamella.model_executor.layers import apply_rotary, gated_activation, linear, rms_norm
+from lamella.model_executor.operators.base import HeadShape, LayerTail, Norm, Projection, Rotary, StepAttention
 from lamella.model_executor.weight_forms import RowMajor
 
 
@@ -17,20 +17,17 @@ class TorchOperators:
         x = table.weight[token_ids]
         return x * torch.tensor(scale, dtype=x.dtype)
 
-    def linear(self, weight: Projection, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, weight.weight)
-
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm.weight, norm.eps)
 
-    def add_norm(
-        self, x: torch.Tensor, y: torch.Tensor, post: Norm, following: Norm
+    def finish_layer(
+        self, tail: LayerTail, x: torch.Tensor, attended: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x + self.norm(y, post)
-        return x, self.norm(x, following)
-
-    def gated_gelu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return gated_gelu(gate_up)
+        x = x + self.norm(linear(attended, tail.o_proj.weight), tail.post_attention_norm)
+        gate_up = linear(self.norm(x, tail.pre_mlp_norm), tail.gate_up_proj.weight)
+        y = linear(gated_activation(gate_up, tail.activation), tail.down_proj.weight)
+        x = x + self.norm(y, tail.post_mlp_norm)
+        return x, self.norm(x, tail.following_norm)
 
     def attend(
         self,
@@ -44,7 +41,7 @@ class TorchOperators:
         output_rows: torch.Tensor | None,
     ) -> torch.Tensor:
         shape = (x.shape[0], -1, heads.head_dim)
-        q, k, v = (part.reshape(shape) for part in self.linear(projection, x).split(heads.sizes, dim=-1))
+        q, k, v = (part.reshape(shape) for part in linear(x, projection.weight).split(heads.sizes, dim=-1))
         q = apply_rotary(self.norm(q, norms[0]), rotary)
         k = apply_rotary(self.norm(k, norms[1]), rotary)
         out = attention(layer, q, k, v).flatten(1)

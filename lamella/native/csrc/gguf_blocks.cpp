@@ -9,7 +9,7 @@
 
 #include <algorithm>
 
-#include "vec.h"
+#include "kernels.h"
 
 namespace {
 
@@ -145,8 +145,8 @@ struct Q6_K {
 struct Linear {
     const float* x;         // [num_rows][depth]
     const int32_t* panels;  // [num_panels][blocks][words][16]
-    float* out;             // [num_rows][num_columns]
-    int64_t num_rows, num_columns, depth;
+    float* out;             // [num_rows][num_columns], rows out_step apart
+    int64_t out_step, num_rows, num_columns, depth;
 
     int64_t num_panels() const { return (num_columns + PANEL - 1) / PANEL; }
     int64_t num_groups() const { return depth / GROUP_STEPS; }
@@ -190,7 +190,7 @@ void multiply(const Linear& linear, int64_t first_row, int64_t panel) {
     }
     const int64_t column = panel * PANEL, width = std::min<int64_t>(PANEL, linear.num_columns - column);
     for (int row = 0; row < ROWS; row++)
-        std::memcpy(linear.out + (first_row + row) * linear.num_columns + column, sums[row], width * sizeof(float));
+        std::memcpy(linear.out + (first_row + row) * linear.out_step + column, sums[row], width * sizeof(float));
 }
 
 template <class Format>
@@ -212,7 +212,7 @@ void run(const Linear& linear) {
 }
 
 template <class Format>
-void gather(const Linear& linear, const int64_t* ids, int64_t num_ids) {
+void gather(const Linear& linear, const int64_t* ids, int64_t num_ids, float factor) {
 #pragma omp parallel for schedule(static) if (num_ids > 16)
     for (int64_t row = 0; row < num_ids; row++) {
         const int64_t first_lane = ids[row] % PANEL / VEC_LANES * VEC_LANES, lane = ids[row] % VEC_LANES;
@@ -224,7 +224,7 @@ void gather(const Linear& linear, const int64_t* ids, int64_t num_ids) {
                 const auto chunk = Format::chunk(block, inside, part, Format::scale(block, inside));
                 for (int step = 0; step < CHUNK_STEPS; step++)
                     linear.out[row * linear.depth + group * GROUP_STEPS + part * CHUNK_STEPS + step] =
-                        Format::Chunk::of(chunk, step)[lane];
+                        Format::Chunk::of(chunk, step)[lane] * factor;
             }
         }
     }
@@ -239,10 +239,10 @@ void gather(const Linear& linear, const int64_t* ids, int64_t num_ids) {
     CASE(12, Q4_K)            \
     CASE(14, Q6_K)
 
-// x [num_rows][depth] times the panels' weights: out [num_rows][num_columns].
-LAMELLA_EXPORT void lamella_gguf_linear(const float* x, const int32_t* panels, float* out, int64_t format,
-                                        int64_t num_rows, int64_t num_columns, int64_t depth) {
-    const Linear linear{x, panels, out, num_rows, num_columns, depth};
+// x [num_rows][depth] times the panels' weights: out [num_rows][num_columns], rows out_step apart.
+LAMELLA_EXPORT void lamella_gguf_linear(const float* x, const int32_t* panels, float* out, int64_t out_step,
+                                        int64_t format, int64_t num_rows, int64_t num_columns, int64_t depth) {
+    const Linear linear{x, panels, out, out_step, num_rows, num_columns, depth};
     switch (format) {
 #define CASE(number, Format) \
     case number: return run<Format>(linear);
@@ -251,14 +251,19 @@ LAMELLA_EXPORT void lamella_gguf_linear(const float* x, const int32_t* panels, f
     }
 }
 
-// out[row] = the weights of output `ids[row]`, dequantised.
-LAMELLA_EXPORT void lamella_gguf_gather_rows(const int32_t* panels, const int64_t* ids, float* out, int64_t format,
-                                             int64_t num_ids, int64_t depth) {
-    const Linear linear{nullptr, panels, out, 0, 0, depth};
+// out[row] = the weights of output `ids[row]`, dequantised, times `factor`. Returns -1, or where an id is not one of
+// num_columns its place; out is then as it was.
+LAMELLA_EXPORT int64_t lamella_gguf_gather_rows(const int32_t* panels, int64_t format, int64_t num_columns,
+                                                int64_t depth, const int64_t* ids, int64_t num_ids, float factor,
+                                                float* out) {
+    const int64_t wrong = find_wrong_id(ids, num_ids, num_columns);
+    if (wrong >= 0) return wrong;
+    const Linear linear{nullptr, panels, out, depth, num_ids, num_columns, depth};
     switch (format) {
 #define CASE(number, Format) \
-    case number: return gather<Format>(linear, ids, num_ids);
+    case number: gather<Format>(linear, ids, num_ids, factor); break;
         LAMELLA_FORMATS(CASE)
 #undef CASE
     }
+    return -1;
 }

@@ -9,6 +9,7 @@
 
 #include "int8_blocks.h"
 #include "int8_panels.h"
+#include "kernels.h"
 
 namespace {
 
@@ -110,14 +111,21 @@ LAMELLA_EXPORT void lamella_int8_linear(const float* x, const int8_t* panels, co
     }
 }
 
-// out[row] = the weights of output `ids[row]`, dequantised: an embedding that is tied to the output layer.
-LAMELLA_EXPORT void lamella_int8_gather_rows(const int8_t* panels, const float* scales, const int64_t* ids, float* out,
-                                             int64_t num_ids, int64_t depth) {
+// out[row] = the weights of output `ids[row]`, dequantised, times `factor`: an embedding that is tied to the output layer.
+// Returns -1, or where an id is not one of num_columns its place; out is then as it was.
+LAMELLA_EXPORT int64_t lamella_int8_gather_rows(const int8_t* panels, const float* scales, int64_t num_columns,
+                                                int64_t depth, const int64_t* ids, int64_t num_ids, float factor,
+                                                float* out) {
+    const int64_t wrong = find_wrong_id(ids, num_ids, num_columns);
+    if (wrong >= 0) return wrong;
 #pragma omp parallel for schedule(static) if (num_ids > 16)
     for (int64_t row = 0; row < num_ids; row++) {
         const int64_t id = ids[row];
         const int8_t* column = panels + id / PANEL * lines_of(depth) * LINE_BYTES + id % PANEL * LINE_STEPS;
-        for (int64_t k = 0; k < depth; k++)
-            out[row * depth + k] = float(column[k / LINE_STEPS * LINE_BYTES + k % LINE_STEPS]) * scales[id];
+        for (int64_t k = 0; k < depth; k++) {
+            const float weight = float(column[k / LINE_STEPS * LINE_BYTES + k % LINE_STEPS]) * scales[id];
+            out[row * depth + k] = weight * factor;
+        }
     }
+    return -1;
 }
