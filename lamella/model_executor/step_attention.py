@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.native_backend import HeadTransform, NativeBackend
 from lamella.errors import InvariantError
 from lamella.kv_cache.layout import KVLayout
+from lamella.native.decoder import DecoderWeights, run_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,21 @@ class StepAttention:
         place = self._place(layer, has_kv=k is not None)
         return attend(self.backend, place.params, place.cache, q, k, v, self.metadata[place.group])
 
-    def fused(self, layer: int, qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
-        """From the fused projection qkv [T, columns] of a layer with its own KV -> [T, num_heads, v_dim]."""
-        place = self._place(layer, has_kv=True)
-        return self._native.attend_qkv(place.params, place.cache, qkv, transform, self.metadata[place.group])
+    def run_layers(
+        self,
+        first: int,
+        weights: Sequence[DecoderWeights],
+        rotaries: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        x: torch.Tensor,
+        normed: torch.Tensor,
+    ) -> None:
+        """Layers with their own KV from `first` on, as `native.decoder.run_layers`; rotaries: cos and sin of each."""
+        layers, steps = [], []
+        for layer, (layer_weights, rotary) in enumerate(zip(weights, rotaries, strict=True), first):
+            place = self._place(layer, has_kv=True)
+            layers.append(self._native.decoder_layer(place.params, place.cache, layer_weights))
+            steps.append(self._native.layer_step(place.params, rotary, self.metadata[place.group]))
+        run_layers(layers, steps, x, normed)
 
     def fused_outputs(
         self,

@@ -1,6 +1,7 @@
 """Linear layers of every kind behind one call, and what follows attention in a transformer layer as one call.
 
 Addresses are taken once: for a single row, Python and the passing of arguments would take as long as the work.
+Structures mirror those of csrc/layers.cpp.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ class _Part(ctypes.Structure):
     _fields_ = (("kind", Int), ("panels", Pointer), ("scales", Pointer), ("num_columns", Int))
 
 
-class _Layer(ctypes.Structure):
+class LinearStructure(ctypes.Structure):
     _fields_ = (("parts", Pointer), ("num_parts", Int), ("num_columns", Int), ("depth", Int))
 
 
-class _LayerTail(ctypes.Structure):
+class TailStructure(ctypes.Structure):
     _fields_ = (
-        ("out_proj", _Layer),
-        ("gate_up_proj", _Layer),
-        ("down_proj", _Layer),
+        ("out_proj", LinearStructure),
+        ("gate_up_proj", LinearStructure),
+        ("down_proj", LinearStructure),
         ("post_attention_norm", Pointer),
         ("pre_mlp_norm", Pointer),
         ("post_mlp_norm", Pointer),
@@ -82,7 +83,7 @@ class LinearLayer:
             raise ConfigError(f"{len(weights)} weights with int8 among them make no layer; fuse int8 weights into one")
         self._weights = tuple(weights)  # their memory is what the addresses are of
         self._parts = (_Part * len(weights))(*(_part(weight, int8_activations) for weight in weights))
-        self.structure = _Layer(ctypes.addressof(self._parts), len(weights), self.num_out, self.num_in)
+        self.structure = LinearStructure(ctypes.addressof(self._parts), len(weights), self.num_out, self.num_in)
         self._address = ctypes.addressof(self.structure)
         self._call = _functions().linear
 
@@ -133,7 +134,7 @@ class LayerTail:
         self.num_in = out_proj.num_in
         self.width = width
         self._kept = (out_proj, gate_up_proj, down_proj, norms)  # their memory is what the addresses are of
-        self._structure = _LayerTail(
+        self.structure = TailStructure(
             out_proj.structure,
             gate_up_proj.structure,
             down_proj.structure,
@@ -141,7 +142,7 @@ class LayerTail:
             eps,
             activation == "silu",
         )
-        self._address = ctypes.addressof(self._structure)
+        self._address = ctypes.addressof(self.structure)
         self._call = _functions().finish_layer
 
     def __call__(self, x: Tensor, attended: Tensor) -> Tensor:

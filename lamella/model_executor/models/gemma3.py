@@ -13,9 +13,9 @@ from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.layers import rotary_frequencies, rotary_tables
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.operators.base import (
+    DecoderLayer,
     HeadScores,
     HeadShape,
-    LayerTail,
     Norm,
     Operators,
     Projection,
@@ -53,10 +53,15 @@ class _Layer(nn.Module):
         self.pre_feedforward_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
-    def tail(self, following_norm: Norm) -> LayerTail:
-        """What follows attention, up to the norm that comes after this layer."""
-        return LayerTail(
-            self.self_attn.o_proj,
+    def parts(self, following_norm: Norm) -> DecoderLayer:
+        """As operators want them; following_norm: the one that comes after this layer."""
+        attention = self.self_attn
+        return DecoderLayer(
+            attention.qkv_proj,
+            attention.heads,
+            attention.q_norm,
+            attention.k_norm,
+            attention.o_proj,
             self.post_attention_layernorm,
             self.pre_feedforward_layernorm,
             self.mlp.gate_up_proj,
@@ -85,7 +90,7 @@ class Gemma3ForCausalLM(nn.Module):
         self.layers = nn.ModuleList(self._stack)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         following = [*(layer.input_layernorm for layer in self._stack[1:]), self.norm]
-        self._tails = [layer.tail(norm) for layer, norm in zip(self._stack, following, strict=True)]
+        self._decoder = [layer.parts(norm) for layer, norm in zip(self._stack, following, strict=True)]
         self.lm_head = None if config.tie_word_embeddings else make("lm_head", config.vocab_size, config.hidden_size)
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -133,16 +138,14 @@ class Gemma3ForCausalLM(nn.Module):
         }
         x = operators.embed(self.embed_tokens, token_ids, self.config.hidden_size**0.5)
         normed = operators.norm(x, self._stack[0].input_layernorm)
-        last = len(self._stack) - 1
-        for index, (layer, rope, tail) in enumerate(zip(self._stack, self.ropes, self._tails, strict=True)):
-            attn = layer.self_attn
-            wanted = output_rows if index == last and len(output_rows) < len(x) else None
-            attended = operators.attend(
-                attention, index, attn.qkv_proj, normed, attn.heads, (attn.q_norm, attn.k_norm), ropes[rope], wanted
-            )
-            if wanted is not None:
-                x = x[wanted]
-            x, normed = operators.finish_layer(tail, x, attended)
+        rotaries = [ropes[rope] for rope in self.ropes]
+        is_pruned = len(output_rows) < len(x)
+        num_whole = len(self._decoder) - is_pruned
+        x, normed = operators.run_layers(attention, 0, self._decoder[:num_whole], rotaries[:num_whole], x, normed)
+        if is_pruned:
+            last = self._decoder[num_whole]
+            attended = operators.attend(attention, num_whole, last, normed, rotaries[num_whole], output_rows)
+            x, normed = operators.finish_layer(last, x[output_rows], attended)
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | HeadScores:

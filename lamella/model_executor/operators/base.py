@@ -6,6 +6,7 @@ there is one method here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from lamella.attention.native_backend import HeadTransform
 from lamella.model_executor.weight_forms import WeightForm
+from lamella.native.decoder import DecoderWeights
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin, see layers.rotary_tables
 
@@ -61,10 +63,13 @@ class Projection(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerTail:
-    """What follows attention in a layer: the output projection and the gated MLP, a norm before and after each, and the
-    norm of what comes next. derived: as a Projection's."""
+class DecoderLayer:
+    """The parts of a layer in their order, and the norm of what comes next. derived: as a Projection's."""
 
+    qkv_proj: Projection
+    heads: HeadShape
+    query_norm: Norm  # of each head
+    key_norm: Norm
     o_proj: Projection
     post_attention_norm: Norm
     pre_mlp_norm: Norm
@@ -99,8 +104,15 @@ class StepAttention(Protocol):
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> [T, num_heads, head_dim]."""
         ...
 
-    def fused(self, layer: int, qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
-        """From a fused projection [T, columns], on the native backend only."""
+    def run_layers(
+        self,
+        first: int,
+        weights: Sequence[DecoderWeights],
+        rotaries: Sequence[Rotary],
+        x: torch.Tensor,
+        normed: torch.Tensor,
+    ) -> None:
+        """Layers from `first` on, attention and all, on the native backend only. x and normed change in place."""
         ...
 
     def fused_outputs(
@@ -130,27 +142,38 @@ class Operators(Protocol):
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor: ...
 
     def finish_layer(
-        self, tail: LayerTail, x: torch.Tensor, attended: torch.Tensor
+        self, layer: DecoderLayer, x: torch.Tensor, attended: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention's result [T, num_heads * head_dim] into the residual stream x [T, width], and the MLP's; also the
-        following norm of that. x may be overwritten."""
+        """The layer's part after attention: its result [T, num_heads * head_dim] into the residual stream x [T, width],
+        then the MLP's; also the following norm of that. x may be overwritten."""
+        ...
+
+    def run_layers(
+        self,
+        attention: StepAttention,
+        first: int,
+        layers: Sequence[DecoderLayer],
+        rotaries: Sequence[Rotary],
+        x: torch.Tensor,
+        normed: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All tokens through layers `first` and following: x [T, width] is the residual stream, normed its norm by the
+        first layer's. Returns both as they are after the last. They may be overwritten."""
         ...
 
     def attend(
         self,
         attention: StepAttention,
-        layer: int,
-        projection: Projection,
+        index: int,
+        layer: DecoderLayer,
         x: torch.Tensor,
-        heads: HeadShape,
-        norms: tuple[Norm, Norm],
         rotary: Rotary,
-        output_rows: torch.Tensor | None,
+        output_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """The attention of one layer on x, from its fused QKV projection to before its output projection.
+        """The attention of layer `index` on x, from its fused QKV projection to before its output projection.
 
-        norms: of each Q and K head. output_rows: int64 [S]; only these rows are wanted, the others give K and V and
-        no more; None: all. Returns [T or S, num_heads * head_dim].
+        output_rows: int64 [S]; only these rows are wanted, the others give K and V and no more. Returns
+        [S, num_heads * head_dim].
         """
         ...
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lamella.model_executor.layers import apply_rotary, gated_activation, linear, rms_norm
-from lamella.model_executor.operators.base import HeadShape, LayerTail, Norm, Projection, Rotary, StepAttention
+from lamella.model_executor.operators.base import DecoderLayer, Norm, Projection, Rotary, StepAttention
 from lamella.model_executor.weight_forms import RowMajor
 
 
@@ -20,32 +22,48 @@ class TorchOperators:
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm.weight, norm.eps)
 
-    def finish_layer(
-        self, tail: LayerTail, x: torch.Tensor, attended: torch.Tensor
+    def run_layers(
+        self,
+        attention: StepAttention,
+        first: int,
+        layers: Sequence[DecoderLayer],
+        rotaries: Sequence[Rotary],
+        x: torch.Tensor,
+        normed: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x + self.norm(linear(attended, tail.o_proj.weight), tail.post_attention_norm)
-        gate_up = linear(self.norm(x, tail.pre_mlp_norm), tail.gate_up_proj.weight)
-        y = linear(gated_activation(gate_up, tail.activation), tail.down_proj.weight)
-        x = x + self.norm(y, tail.post_mlp_norm)
-        return x, self.norm(x, tail.following_norm)
+        for index, (layer, rotary) in enumerate(zip(layers, rotaries, strict=True), first):
+            x, normed = self.finish_layer(layer, x, self._attend(attention, index, layer, normed, rotary))
+        return x, normed
 
     def attend(
         self,
         attention: StepAttention,
-        layer: int,
-        projection: Projection,
+        index: int,
+        layer: DecoderLayer,
         x: torch.Tensor,
-        heads: HeadShape,
-        norms: tuple[Norm, Norm],
         rotary: Rotary,
-        output_rows: torch.Tensor | None,
+        output_rows: torch.Tensor,
     ) -> torch.Tensor:
-        shape = (x.shape[0], -1, heads.head_dim)
-        q, k, v = (part.reshape(shape) for part in linear(x, projection.weight).split(heads.sizes, dim=-1))
-        q = apply_rotary(self.norm(q, norms[0]), rotary)
-        k = apply_rotary(self.norm(k, norms[1]), rotary)
-        out = attention(layer, q, k, v).flatten(1)
-        return out if output_rows is None else out[output_rows]
+        return self._attend(attention, index, layer, x, rotary)[output_rows]
+
+    def _attend(
+        self, attention: StepAttention, index: int, layer: DecoderLayer, x: torch.Tensor, rotary: Rotary
+    ) -> torch.Tensor:
+        shape = (x.shape[0], -1, layer.heads.head_dim)
+        qkv = linear(x, layer.qkv_proj.weight)
+        q, k, v = (part.reshape(shape) for part in qkv.split(layer.heads.sizes, dim=-1))
+        q = apply_rotary(self.norm(q, layer.query_norm), rotary)
+        k = apply_rotary(self.norm(k, layer.key_norm), rotary)
+        return attention(index, q, k, v).flatten(1)
+
+    def finish_layer(
+        self, layer: DecoderLayer, x: torch.Tensor, attended: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + self.norm(linear(attended, layer.o_proj.weight), layer.post_attention_norm)
+        gate_up = linear(self.norm(x, layer.pre_mlp_norm), layer.gate_up_proj.weight)
+        y = linear(gated_activation(gate_up, layer.activation), layer.down_proj.weight)
+        x = x + self.norm(y, layer.post_mlp_norm)
+        return x, self.norm(x, layer.following_norm)
 
     def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> torch.Tensor:
         logits = linear(hidden, weight.weight).float()
