@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from lamella.attention.metadata import AttentionMetadata
 from lamella.errors import ConfigError, InvariantError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from lamella.native.attention import AttentionKernels, Batch, Pages
+from lamella.native.decoder import DecoderLayer, DecoderWeights, LayerStep, Visibility
 from lamella.native.library import PANEL
 
 TILE_ROWS = 96  # query heads of a KV head times queries: their sums and scores fit the second-level cache
@@ -24,6 +26,7 @@ class NativeLayerCache(LayerCache):
     tokens of pages."""
 
     pages: Pages
+    derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # made once, used in every step
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,19 +145,26 @@ class NativeBackend:
         """Decode rows and prefill rows in one call: threads need not wait for each other in between."""
         self._attend(params, cache, query, metadata, out, 0, metadata.num_requests)
 
-    def attend_qkv(
-        self,
-        params: AttentionParams,
-        cache: LayerCache,
-        qkv: torch.Tensor,
-        transform: HeadTransform,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """One layer from its fused projection, qkv [T, columns] -> [T, num_heads, v_dim]."""
-        query = self._transform(params.num_heads, _pages(cache), qkv, transform, metadata.slot_mapping)
-        out = query.new_empty(len(query), params.num_heads, params.spec.v_dim)
-        self.attend_all(params, cache, query, metadata, out)
-        return out
+    def decoder_layer(self, params: AttentionParams, cache: LayerCache, weights: DecoderWeights) -> DecoderLayer:
+        """A layer's weights with its attention and pages, for `native.decoder.run_layers`. Made once."""
+        assert isinstance(cache, NativeLayerCache), "a layer cache of another backend"
+        layer: DecoderLayer | None = cache.derived.get(id(weights))
+        if layer is None:  # it keeps the weights, so that their id stays theirs
+            layer = DecoderLayer(weights, cache.pages, params.num_heads, _visibility(params))
+            cache.derived[id(weights)] = layer
+        return layer
+
+    def layer_step(
+        self, params: AttentionParams, rotary: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata
+    ) -> LayerStep:
+        """What the step has for layers of such attention. rotary: cos and sin, float32 [T, 1, rotary_dim / 2]."""
+        cos, sin = rotary
+        key = ("layer_step", params.spec, params.num_heads, id(cos), id(sin))
+        step: LayerStep | None = metadata.derived.get(key)
+        if step is None:  # it keeps the tables, so that their ids stay theirs
+            batch = _plan(params, metadata, 0, metadata.num_requests).batch
+            step = metadata.derived[key] = LayerStep(batch, metadata.slot_mapping, cos, sin)
+        return step
 
     def write_keys_values(
         self,
@@ -208,22 +218,27 @@ class NativeBackend:
         start: int,
         stop: int,
     ) -> None:
-        spec = params.spec
-        plan_key = ("native", spec, params.num_heads, start, stop)
-        plan = metadata.derived.get(plan_key)
-        if plan is None:
-            plan = metadata.derived[plan_key] = make_plan(spec, params.num_heads, metadata, start, stop)
-        self.kernels.attend(
-            _pages(cache),
-            plan.batch,
-            query.contiguous(),
-            out,
-            window_tokens=spec.window_tokens if isinstance(spec, SlidingWindowSpec) else 0,
-            chunk_tokens=spec.attention_chunk_tokens if isinstance(spec, ChunkedLocalAttentionSpec) else 0,
-            scale=params.scale,
-            softcap=params.softcap or 0.0,
-            sinks=params.sinks,
-        )
+        batch = _plan(params, metadata, start, stop).batch
+        self.kernels.attend(_pages(cache), batch, query.contiguous(), out, **_visibility(params)._asdict())
+
+
+def _plan(params: AttentionParams, metadata: AttentionMetadata, start: int, stop: int) -> Plan:
+    key = ("native", params.spec, params.num_heads, start, stop)
+    plan: Plan | None = metadata.derived.get(key)
+    if plan is None:
+        plan = metadata.derived[key] = make_plan(params.spec, params.num_heads, metadata, start, stop)
+    return plan
+
+
+def _visibility(params: AttentionParams) -> Visibility:
+    spec = params.spec
+    return Visibility(
+        window_tokens=spec.window_tokens if isinstance(spec, SlidingWindowSpec) else 0,
+        chunk_tokens=spec.attention_chunk_tokens if isinstance(spec, ChunkedLocalAttentionSpec) else 0,
+        scale=params.scale,
+        softcap=params.softcap or 0.0,
+        sinks=params.sinks,
+    )
 
 
 def _pages(cache: LayerCache) -> Pages:

@@ -27,14 +27,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
+def rotary_frequencies(head_dim: int, theta: float, scale: float, device: torch.device) -> torch.Tensor:
+    """Radians per position of each pair of a head's elements: float32 [head_dim / 2] (RoFormer, arXiv 2104.09864)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    return 1.0 / (theta**exponents) / scale
+
+
 def rotary_tables(
-    positions: torch.Tensor, head_dim: int, theta: float, scale: float, dtype: torch.dtype
+    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each [T, 1, head_dim / 2] in `dtype`, for positions [T] (RoFormer, arXiv 2104.09864)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    inverse_frequency = 1.0 / (theta**exponents) / scale
-    angles = positions.float()[:, None] * inverse_frequency[None, :]
-    return angles.cos()[:, None, :].to(dtype), angles.sin()[:, None, :].to(dtype)
+    """cos and sin, each [T, 1, head_dim / 2] in `dtype`, for positions [T]."""
+    angles = positions.float()[:, None, None] * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def apply_rotary(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -45,7 +49,8 @@ def apply_rotary(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> 
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def gated_gelu(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2 * width], gate first -> gelu_tanh(gate) * up, [T, width]."""
+def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """gate_up [T, 2 * width], gate first -> activation(gate) * up, [T, width]. activation: "gelu_tanh" or "silu"."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return functional.gelu(gate, approximate="tanh").mul_(up)
+    activated = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    return activated.mul_(up)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.native_backend import HeadTransform, NativeBackend
 from lamella.errors import InvariantError
 from lamella.kv_cache.layout import KVLayout
+from lamella.native.decoder import DecoderWeights, run_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,21 @@ class StepAttention:
         taken, left = self._metadata(place, layer), self._metadata(place, layer + 1)
         return attend(self.backend, place.params, place.cache, q, k, v, taken, queries=left)
 
-    def fused(self, layer: int, qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
-        """From the fused projection qkv [T, columns] of a layer with its own KV, which all tokens leave ->
-        [T, num_heads, v_dim]."""
-        place = self._place(layer, has_kv=True)
-        return self._native.attend_qkv(place.params, place.cache, qkv, transform, self._metadata(place, layer))
+    def run_layers(
+        self,
+        first: int,
+        weights: Sequence[DecoderWeights],
+        rotaries: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        x: torch.Tensor,
+        normed: torch.Tensor,
+    ) -> None:
+        """Layers with their own KV from `first` on, as `native.decoder.run_layers`; rotaries: cos and sin of each."""
+        layers, steps = [], []
+        for layer, (layer_weights, rotary) in enumerate(zip(weights, rotaries, strict=True), first):
+            place = self._place(layer, has_kv=True)
+            layers.append(self._native.decoder_layer(place.params, place.cache, layer_weights))
+            steps.append(self._native.layer_step(place.params, rotary, self._metadata(place, layer)))
+        run_layers(layers, steps, x, normed)
 
     def fused_outputs(
         self,

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lamella.errors import ConfigError
 from lamella.native.arguments import require_library
-from lamella.native.int8 import ROWS_AT_ONCE, check_activations, check_ids
-from lamella.native.library import PANEL, Int, Pointer
+from lamella.native.int8 import ROWS_AT_ONCE, check_activations, check_gathered, contiguous_ids
+from lamella.native.library import PANEL, Float, Int, Pointer
 
 GROUP_INPUTS = 32
 
@@ -137,15 +137,15 @@ def pack_gguf(data: np.ndarray, type_name: str) -> GgufWeight:
 
 class _Functions(NamedTuple):
     linear: Callable[..., None]
-    gather_rows: Callable[..., None]
+    gather_rows: Callable[..., int]
 
 
 @functools.cache
 def _functions() -> _Functions:
     library = require_library()
     return _Functions(
-        library.function("gguf_linear", *[Pointer] * 3, *[Int] * 4),
-        library.function("gguf_gather_rows", *[Pointer] * 3, *[Int] * 3),
+        library.function("gguf_linear", *[Pointer] * 3, *[Int] * 5),
+        library.function("gguf_gather_rows", Pointer, *[Int] * 3, Pointer, Int, Float, Pointer, restype=Int),
     )
 
 
@@ -158,22 +158,22 @@ def linear_gguf(x: Tensor, weight: GgufWeight) -> Tensor:
     check_activations(x, weight.num_in)
     out = x.new_empty(*x.shape[:-1], weight.num_out)
     _functions().linear(
-        x.data_ptr(), weight.panels.data_ptr(), out.data_ptr(), FORMATS[weight.type_name].number,
+        x.data_ptr(), weight.panels.data_ptr(), out.data_ptr(), weight.num_out, FORMATS[weight.type_name].number,
         x.numel() // weight.num_in, weight.num_out, weight.num_in,
     )  # fmt: skip
     return out
 
 
-def gather_rows_gguf(weight: GgufWeight, ids: Tensor) -> Tensor:
-    """The weights of outputs `ids` (int64, any shape), dequantised: float32 [*ids.shape, num_in].
+def gather_rows_gguf(weight: GgufWeight, ids: Tensor, factor: float = 1.0) -> Tensor:
+    """The weights of outputs `ids` (int64, any shape), dequantised, times `factor`: float32 [*ids.shape, num_in].
 
     Raises ConfigError for other types, IndexError for ids outside of [0, num_out).
     """
-    check_ids(ids, weight.num_out)
-    ids = ids.contiguous()
+    ids = contiguous_ids(ids)
     out = torch.empty(*ids.shape, weight.num_in)
-    _functions().gather_rows(
-        weight.panels.data_ptr(), ids.data_ptr(), out.data_ptr(), FORMATS[weight.type_name].number, ids.numel(),
-        weight.num_in,
+    wrong = _functions().gather_rows(
+        weight.panels.data_ptr(), FORMATS[weight.type_name].number, weight.num_out, weight.num_in, ids.data_ptr(),
+        ids.numel(), factor, out.data_ptr(),
     )  # fmt: skip
+    check_gathered(wrong, ids, weight.num_out)
     return out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lamella.errors import ConfigError
 from lamella.native.arguments import require_library
-from lamella.native.library import PANEL, Int, Pointer
+from lamella.native.library import PANEL, Float, Int, Pointer
 
 LINE_STEPS = 4  # inputs whose bytes lie side by side: csrc/int8_panels.h
 LEVELS = 127  # symmetric: -128 is not used, so that every value has its negative
@@ -97,7 +97,7 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
 
 class _Functions(NamedTuple):
     linear: Callable[..., None]
-    gather_rows: Callable[..., None]
+    gather_rows: Callable[..., int]
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def _functions() -> _Functions:
     library = require_library()
     return _Functions(
         library.function("int8_linear", *[Pointer] * 5, *[Int] * 3),
-        library.function("int8_gather_rows", *[Pointer] * 4, *[Int] * 2),
+        library.function("int8_gather_rows", Pointer, Pointer, Int, Int, Pointer, Int, Float, Pointer, restype=Int),
     )
 
 
@@ -118,12 +118,17 @@ def check_activations(x: Tensor, num_in: int) -> None:
         )
 
 
-def check_ids(ids: Tensor, num_out: int) -> None:
-    """Raises ConfigError unless `ids` are int64, IndexError unless each is one of `num_out` rows."""
+def contiguous_ids(ids: Tensor) -> Tensor:
+    """Raises ConfigError unless `ids` are int64."""
     if ids.dtype != torch.int64:
         raise ConfigError(f"ids are {ids.dtype}; rows are gathered by int64 ids")
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_out:
-        raise IndexError(f"ids reach from {int(ids.min())} to {int(ids.max())}; rows are 0 to {num_out - 1}")
+    return ids.contiguous()
+
+
+def check_gathered(wrong: int, ids: Tensor, num_out: int) -> None:
+    """wrong: what a gathering kernel returned. Raises IndexError where it is the place of an id."""
+    if wrong >= 0:
+        raise IndexError(f"id {int(ids.flatten()[wrong])} was asked for; rows are 0 to {num_out - 1}")
 
 
 def check_bias(bias: Tensor, num_out: int) -> None:
@@ -149,16 +154,16 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
     return out
 
 
-def gather_rows_int8(weight: Int8Weight, ids: Tensor) -> Tensor:
-    """The weights of outputs `ids` (int64, any shape), dequantised: float32 [*ids.shape, num_in].
+def gather_rows_int8(weight: Int8Weight, ids: Tensor, factor: float = 1.0) -> Tensor:
+    """The weights of outputs `ids` (int64, any shape), dequantised, times `factor`: float32 [*ids.shape, num_in].
 
     Raises ConfigError for other types, IndexError for ids outside of [0, num_out).
     """
-    check_ids(ids, weight.num_out)
-    ids = ids.contiguous()
+    ids = contiguous_ids(ids)
     out = torch.empty(*ids.shape, weight.num_in)
-    _functions().gather_rows(
-        weight.panels.data_ptr(), weight.scales.data_ptr(), ids.data_ptr(), out.data_ptr(), ids.numel(),
-        weight.num_in,
+    wrong = _functions().gather_rows(
+        weight.panels.data_ptr(), weight.scales.data_ptr(), weight.num_out, weight.num_in, ids.data_ptr(),
+        ids.numel(), factor, out.data_ptr(),
     )  # fmt: skip
+    check_gathered(wrong, ids, weight.num_out)
     return out

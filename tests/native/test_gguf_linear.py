@@ -110,5 +110,5 @@ def test_errors_name_what_was_given():
     packed = pack_gguf(data, "Q8_0")
     with pytest.raises(ConfigError, match=r"\[1, 32\].*\[..., 64\]"):
         linear_gguf(torch.ones(1, 32), packed)
-    with pytest.raises(IndexError, match="from -1 to 3; rows are 0 to 19"):
+    with pytest.raises(IndexError, match="id -1 was asked for; rows are 0 to 19"):
         gather_rows_gguf(packed, torch.tensor([3, -1]))

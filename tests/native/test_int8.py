@@ -169,7 +169,7 @@ def test_errors_name_what_was_given():
         quantize_int8(torch.tensor([[1.0, 2.0], [float("inf"), 0.0]]))
     with pytest.raises(ConfigError, match="nan in row 0"):
         quantize_int8(torch.tensor([[float("nan"), 2.0]]))
-    with pytest.raises(IndexError, match="from 0 to 20; rows are 0 to 19"):
+    with pytest.raises(IndexError, match="id 20 was asked for; rows are 0 to 19"):
         gather_rows_int8(packed, torch.tensor([0, 20]))
     with pytest.raises(ConfigError, match=r"torch\.int32"):
         gather_rows_int8(packed, torch.tensor([0], dtype=torch.int32))

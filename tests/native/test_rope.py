@@ -8,7 +8,7 @@ import torch
 from lamella.attention.native_backend import NativeBackend, NativeLayerCache
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import FullAttentionSpec
-from lamella.model_executor.layers import apply_rotary, rms_norm, rotary_tables
+from lamella.model_executor.layers import apply_rotary, rms_norm, rotary_frequencies, rotary_tables
 from lamella.native.attention import AttentionKernels
 from lamella.native.library import NativeLibrary
 from tests.helpers.attention_cases import make_metadata, nan_arena
@@ -33,6 +33,12 @@ def make_cache(kernels: AttentionKernels, spec: FullAttentionSpec) -> tuple[Nati
         arena, spec=spec, dtype=torch.float32, page_tokens=PAGE_TOKENS, unit_bytes=page_bytes, offset_bytes=0
     )
     return cache, arena
+
+
+def make_tables(
+    positions: torch.Tensor, rotary_dim: int, theta: float, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return rotary_tables(positions, rotary_frequencies(rotary_dim, theta, scale, positions.device), torch.float32)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -88,7 +94,7 @@ def test_equals_the_formulas(
     cache, _ = make_cache(kernels, spec)
     qkv, slots = make_qkv(spec, num_tokens), scattered_slots(num_tokens)
     positions = torch.arange(num_tokens) * 13 + 5
-    cos, sin = rotary_tables(positions, rotary_dim, 10000.0, 1.0, torch.float32)
+    cos, sin = make_tables(positions, rotary_dim, 10000.0, 1.0)
     query_weight, key_weight = (randn(k_dim, seed=1), randn(k_dim, seed=2)) if with_norm else (None, None)
     rotated = kernels.qk_norm_rope_write(
         cache.pages, qkv, num_heads=NUM_HEADS, cos=cos, sin=sin, slots=slots,
@@ -108,7 +114,7 @@ def test_equals_the_layers_of_the_models(kernels: AttentionKernels, num_tokens: 
     spec = make_spec(128, 128)
     cache, _ = make_cache(kernels, spec)
     qkv, slots = make_qkv(spec, num_tokens), scattered_slots(num_tokens)
-    tables = rotary_tables(torch.arange(num_tokens) + 3000, 128, 1e6, 8.0, torch.float32)
+    tables = make_tables(torch.arange(num_tokens) + 3000, 128, 1e6, 8.0)
     query_weight, key_weight = 1 + randn(128, seed=1), 1 + randn(128, seed=2)
     rotated = kernels.qk_norm_rope_write(
         cache.pages, qkv, num_heads=NUM_HEADS, cos=tables[0], sin=tables[1], slots=slots,
@@ -126,7 +132,7 @@ def test_bits_do_not_depend_on_neighbours_threads_strides_or_the_way_to_the_page
     num_tokens = 50
     slots, positions = scattered_slots(num_tokens), torch.randint(0, 90, (num_tokens,))
     qkv = make_qkv(spec, num_tokens)
-    cos, sin = (table[:, 0] for table in rotary_tables(torch.arange(90), 64, 10000.0, 1.0, torch.float32))
+    cos, sin = (table[:, 0] for table in make_tables(torch.arange(90), 64, 10000.0, 1.0))
     weight = randn(64, seed=1)
     options = {"num_heads": NUM_HEADS, "cos": cos, "sin": sin, "query_weight": weight, "key_weight": weight, "eps": EPS}
     cache, arena = make_cache(kernels, spec)
@@ -167,7 +173,7 @@ def test_bits_do_not_depend_on_neighbours_threads_strides_or_the_way_to_the_page
 def test_a_token_without_a_slot_is_rotated_and_not_written(kernels: AttentionKernels) -> None:
     spec = make_spec()
     qkv, slots = make_qkv(spec, 20), scattered_slots(20)
-    cos, sin = rotary_tables(torch.arange(20), 64, 10000.0, 1.0, torch.float32)
+    cos, sin = make_tables(torch.arange(20), 64, 10000.0, 1.0)
     cache, arena = make_cache(kernels, spec)
     everywhere = kernels.qk_norm_rope_write(cache.pages, qkv, num_heads=NUM_HEADS, cos=cos, sin=sin, slots=slots)
     some = torch.where(torch.arange(20) % 3 == 0, -1, slots)

@@ -10,9 +10,10 @@ from torch import nn
 
 from lamella.attention.backend import AttentionParams
 from lamella.kv_cache.spec import KVCacheSpec
-from lamella.model_executor.layers import rotary_tables
+from lamella.model_executor.layers import rotary_frequencies, rotary_tables
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.operators.base import (
+    DecoderLayer,
     HeadScores,
     HeadShape,
     Norm,
@@ -52,6 +53,24 @@ class _Layer(nn.Module):
         self.pre_feedforward_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
+    def parts(self, following_norm: Norm) -> DecoderLayer:
+        """As operators want them; following_norm: the one that comes after this layer."""
+        attention = self.self_attn
+        return DecoderLayer(
+            attention.qkv_proj,
+            attention.heads,
+            attention.q_norm,
+            attention.k_norm,
+            attention.o_proj,
+            self.post_attention_layernorm,
+            self.pre_feedforward_layernorm,
+            self.mlp.gate_up_proj,
+            self.mlp.down_proj,
+            self.post_feedforward_layernorm,
+            following_norm,
+            activation="gelu_tanh",
+        )
+
 
 class Gemma3ForCausalLM(nn.Module):
     """Parameters start without memory (meta tensors); `load` gives them their tensors."""
@@ -70,6 +89,8 @@ class Gemma3ForCausalLM(nn.Module):
         self._stack = [_Layer(f"layers.{layer}", config, make) for layer in range(config.num_layers)]
         self.layers = nn.ModuleList(self._stack)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        following = [*(layer.input_layernorm for layer in self._stack[1:]), self.norm]
+        self._decoder = [layer.parts(norm) for layer, norm in zip(self._stack, following, strict=True)]
         self.lm_head = None if config.tie_word_embeddings else make("lm_head", config.vocab_size, config.hidden_size)
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -86,6 +107,10 @@ class Gemma3ForCausalLM(nn.Module):
         """Take the tensors as they are, without a copy (they may be memory-mapped)."""
         self.load_state_dict(weights, strict=True, assign=True)
         self.requires_grad_(False)
+        device = self.norm.weight.device
+        self._frequencies = {
+            rope: rotary_frequencies(self.config.head_dim, *rope, device) for rope in dict.fromkeys(self.ropes)
+        }
 
     def attention_params(self, specs: list[KVCacheSpec]) -> list[AttentionParams]:
         """specs: what each layer sees (not how long its KV is kept)."""
@@ -104,28 +129,24 @@ class Gemma3ForCausalLM(nn.Module):
         """token_ids, positions: int64 [T]. Returns [S, hidden_size], of the tokens that leave the last layer."""
         operators = self.operators
         ropes = {
-            rope: rotary_tables(positions, self.config.head_dim, rope[0], rope[1], self.dtype)
-            for rope in set(self.ropes)
+            rope: rotary_tables(positions, frequencies, self.dtype) for rope, frequencies in self._frequencies.items()
         }
         x = operators.embed(self.embed_tokens, token_ids, self.config.hidden_size**0.5)
         normed = operators.norm(x, self._stack[0].input_layernorm)
-        last = len(self._stack) - 1
-        for index, (layer, rope) in enumerate(zip(self._stack, self.ropes, strict=True)):
-            attn, mlp = layer.self_attn, layer.mlp
-            rows = attention.output_rows(index)
-            attended = operators.attend(
-                attention, index, attn.qkv_proj, normed, attn.heads, (attn.q_norm, attn.k_norm), ropes[rope], rows
-            )
-            if rows is not None:
-                x = x[rows]
-                ropes = {each: (cos[rows], sin[rows]) for each, (cos, sin) in ropes.items()}
-            attended = operators.linear(attn.o_proj, attended)
-            x, normed = operators.add_norm(x, attended, layer.post_attention_layernorm, layer.pre_feedforward_layernorm)
-            gated = operators.gated_gelu(operators.linear(mlp.gate_up_proj, normed))
-            following = self.norm if index == last else self._stack[index + 1].input_layernorm
-            x, normed = operators.add_norm(
-                x, operators.linear(mlp.down_proj, gated), layer.post_feedforward_layernorm, following
-            )
+        index, num_layers = 0, len(self._decoder)
+        while index < num_layers:
+            rows, stop = attention.output_rows(index), index + 1
+            if rows is None:  # as many layers at once as all tokens leave
+                while stop < num_layers and attention.output_rows(stop) is None:
+                    stop += 1
+                rotaries = [ropes[rope] for rope in self.ropes[index:stop]]
+                x, normed = operators.run_layers(attention, index, self._decoder[index:stop], rotaries, x, normed)
+            else:
+                layer = self._decoder[index]
+                attended = operators.attend(attention, index, layer, normed, ropes[self.ropes[index]], rows)
+                x, normed = operators.finish_layer(layer, x[rows], attended)
+                ropes = {rope: (cos[rows], sin[rows]) for rope, (cos, sin) in ropes.items()}
+            index = stop
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | HeadScores:

@@ -6,14 +6,16 @@ there is one method here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lamella.attention.native_backend import HeadTransform
 from lamella.model_executor.weight_forms import WeightForm
+from lamella.native.decoder import DecoderWeights
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin, see layers.rotary_tables
 
@@ -40,7 +42,10 @@ class Norm(nn.Module):
 
 
 class Projection(nn.Module):
-    """A linear layer's weight [num_out, num_in], stored in the form that the operators want."""
+    """A linear layer's weight [num_out, num_in], stored in the form that the operators want.
+
+    derived: what operators make of the loaded weight once and use in every step.
+    """
 
     weight: torch.Tensor
     scales: torch.Tensor  # where the form has them
@@ -51,9 +56,29 @@ class Projection(nn.Module):
         self.name = name
         self.num_out = num_out
         self.num_in = num_in
+        self.derived: dict[Any, Any] = {}
         for ending, (shape, stored_dtype) in operators.weight_form.tensors(name, (num_out, num_in), dtype).items():
             empty = torch.empty(shape, dtype=stored_dtype, device="meta")
             self.register_parameter(ending, nn.Parameter(empty, requires_grad=False))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """The parts of a layer in their order, and the norm of what comes next. derived: as a Projection's."""
+
+    qkv_proj: Projection
+    heads: HeadShape
+    query_norm: Norm  # of each head
+    key_norm: Norm
+    o_proj: Projection
+    post_attention_norm: Norm
+    pre_mlp_norm: Norm
+    gate_up_proj: Projection  # gate first
+    down_proj: Projection
+    post_mlp_norm: Norm
+    following_norm: Norm
+    activation: str  # native.elementwise.ACTIVATIONS
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
 class HeadScores(Protocol):
@@ -83,8 +108,15 @@ class StepAttention(Protocol):
         """q [S, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> [S, num_heads, head_dim]."""
         ...
 
-    def fused(self, layer: int, qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
-        """From a fused projection [T, columns] where all leave the layer, on the native backend only."""
+    def run_layers(
+        self,
+        first: int,
+        weights: Sequence[DecoderWeights],
+        rotaries: Sequence[Rotary],
+        x: torch.Tensor,
+        normed: torch.Tensor,
+    ) -> None:
+        """Layers from `first` on, attention and all, on the native backend only. x and normed change in place."""
         ...
 
     def fused_outputs(
@@ -111,35 +143,41 @@ class Operators(Protocol):
         """Rows of the table, times `scale`: a new tensor [T, num_in]."""
         ...
 
-    def linear(self, weight: Projection, x: torch.Tensor) -> torch.Tensor: ...
-
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor: ...
 
-    def add_norm(
-        self, x: torch.Tensor, y: torch.Tensor, post: Norm, following: Norm
+    def finish_layer(
+        self, layer: DecoderLayer, x: torch.Tensor, attended: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x + post(y), following(x + post(y))). x may be overwritten."""
+        """The layer's part after attention: its result [T, num_heads * head_dim] into the residual stream x [T, width],
+        then the MLP's; also the following norm of that. x may be overwritten."""
         ...
 
-    def gated_gelu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[T, 2 * width], gate first -> gelu_tanh(gate) * up."""
+    def run_layers(
+        self,
+        attention: StepAttention,
+        first: int,
+        layers: Sequence[DecoderLayer],
+        rotaries: Sequence[Rotary],
+        x: torch.Tensor,
+        normed: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All tokens through layers `first` and following: x [T, width] is the residual stream, normed its norm by the
+        first layer's. Returns both as they are after the last. They may be overwritten."""
         ...
 
     def attend(
         self,
         attention: StepAttention,
-        layer: int,
-        projection: Projection,
+        index: int,
+        layer: DecoderLayer,
         x: torch.Tensor,
-        heads: HeadShape,
-        norms: tuple[Norm, Norm],
         rotary: Rotary,
-        output_rows: torch.Tensor | None,
+        output_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """The attention of one layer on x, from its fused QKV projection to before its output projection.
+        """The attention of layer `index` on x, from its fused QKV projection to before its output projection.
 
-        norms: of each Q and K head. output_rows: int64 [S]; only these rows are wanted, the others give K and V and
-        no more; None: all. Returns [T or S, num_heads * head_dim].
+        output_rows: int64 [S]; only these rows are wanted, the others give K and V and no more. Returns
+        [S, num_heads * head_dim].
         """
         ...
 

@@ -8,45 +8,35 @@ import torch
 
 from lamella.model_executor.gguf_form import BlockPart, GgufBlocks
 from lamella.model_executor.operators.base import HeadScores, Projection
-from lamella.model_executor.operators.native_heads import NativeScores, top_by_parts
-from lamella.native.gguf_linear import FORMATS, GgufWeight, gather_rows_gguf, linear_gguf
+from lamella.model_executor.operators.native_heads import scores_by_parts
+from lamella.native.gguf_linear import FORMATS, GgufWeight, gather_rows_gguf
+from lamella.native.layers import LinearLayer
 from lamella.native.library import PANEL
-from lamella.native.linear import PackedWeight, gather_rows, linear
+from lamella.native.linear import PackedWeight, gather_rows
 
 
 class GgufLinear:
     def __init__(self, weight_form: GgufBlocks) -> None:
         self.weight_form = weight_form
 
-    def linear(self, weight: Projection, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        x = x.contiguous()
-        outputs = [
-            _multiply(x, _part(weight, part, max(start, part.start), min(stop, part.stop)))
-            for part in self.weight_form.parts(weight.name)
-            if part.start < stop and start < part.stop
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    def layer(self, weight: Projection, start: int, stop: int) -> LinearLayer:
+        return LinearLayer(
+            [
+                _part(weight, part, max(start, part.start), min(stop, part.stop))
+                for part in self.weight_form.parts(weight.name)
+                if part.start < stop and start < part.stop
+            ]
+        )
 
     def gather(self, weight: Projection, ids: torch.Tensor, scale: float) -> torch.Tensor:
         (part,) = self.weight_form.parts(weight.name)
         table = _part(weight, part, part.start, part.stop)
         if isinstance(table, PackedWeight):
             return gather_rows(table, ids, scale)
-        return gather_rows_gguf(table, ids).mul_(scale)
+        return gather_rows_gguf(table, ids, scale)
 
     def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
-        multiply = partial(self.linear, weight)
-        return NativeScores(
-            hidden,
-            weight.num_out,
-            softcap,
-            lambda x: multiply(x, 0, weight.num_out),
-            lambda x, count: top_by_parts(multiply, x, weight.num_out, count),
-        )
-
-
-def _multiply(x: torch.Tensor, weight: GgufWeight | PackedWeight) -> torch.Tensor:
-    return linear(x, weight) if isinstance(weight, PackedWeight) else linear_gguf(x, weight)
+        return scores_by_parts(partial(self.layer, weight), weight.num_out, hidden, softcap)
 
 
 def _part(weight: Projection, part: BlockPart, start: int, stop: int) -> GgufWeight | PackedWeight:

@@ -15,25 +15,25 @@ from typing import Protocol
 import torch
 
 from lamella.model_executor.operators.base import HeadScores, Projection
-from lamella.model_executor.operators.native_heads import NativeScores, top_by_parts
+from lamella.model_executor.operators.native_heads import NativeScores, scores_by_parts
 from lamella.model_executor.weight_forms import HEAD_ENDINGS, Int8Panels, Panels, WeightForm
-from lamella.native.int8 import Int8Weight, gather_rows_int8, linear_int8
+from lamella.native.int8 import Int8Weight, gather_rows_int8
 from lamella.native.int8_head import HeadTensors, Int8Head, assemble_head
+from lamella.native.layers import LinearLayer
 from lamella.native.library import PANEL
 from lamella.native.linear import PackedWeight, gather_rows, linear, linear_topk
-from lamella.native.w8a8 import linear_w8a8
 
 MAX_INT8_HEAD_ROWS = 16  # above, reading the float weights costs no more than int8 scores (docs/cpu.md)
 
 
 class LinearKind(Protocol):
-    """x float32 [T, num_in]; outputs float32."""
+    """What the native kernels make of a stored weight."""
 
     @property
     def weight_form(self) -> WeightForm: ...
 
-    def linear(self, weight: Projection, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Outputs [start, stop) of the layer: [T, stop - start]. start is a multiple of a panel."""
+    def layer(self, weight: Projection, start: int, stop: int) -> LinearLayer:
+        """Outputs [start, stop) of the weight. start is a multiple of a panel."""
         ...
 
     def gather(self, weight: Projection, ids: torch.Tensor, scale: float) -> torch.Tensor:
@@ -50,8 +50,8 @@ class Float32Linear:
         self.weight_form = Panels(head=head_name)
         self._int8_head: Int8Head | None = None
 
-    def linear(self, weight: Projection, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        return linear(x, _packed(weight, start, stop))
+    def layer(self, weight: Projection, start: int, stop: int) -> LinearLayer:
+        return LinearLayer([_packed(weight, start, stop)])
 
     def gather(self, weight: Projection, ids: torch.Tensor, scale: float) -> torch.Tensor:
         return gather_rows(_packed(weight, 0, weight.num_out), ids, scale)
@@ -77,23 +77,16 @@ class Int8Linear:
     weight_form = Int8Panels()
 
     def __init__(self, activations: str = "float32") -> None:
-        self._multiply = linear_w8a8 if activations == "int8" else linear_int8
+        self._int8_activations = activations == "int8"
 
-    def linear(self, weight: Projection, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        return self._multiply(x, _int8(weight, start, stop))
+    def layer(self, weight: Projection, start: int, stop: int) -> LinearLayer:
+        return LinearLayer([_int8(weight, start, stop)], int8_activations=self._int8_activations)
 
     def gather(self, weight: Projection, ids: torch.Tensor, scale: float) -> torch.Tensor:
-        return gather_rows_int8(_int8(weight, 0, weight.num_out), ids).mul_(scale)
+        return gather_rows_int8(_int8(weight, 0, weight.num_out), ids, scale)
 
     def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
-        multiply = partial(self.linear, weight)
-        return NativeScores(
-            hidden,
-            weight.num_out,
-            softcap,
-            lambda x: multiply(x, 0, weight.num_out),
-            lambda x, count: top_by_parts(multiply, x, weight.num_out, count),
-        )
+        return scores_by_parts(partial(self.layer, weight), weight.num_out, hidden, softcap)
 
 
 def _int8_head(weight: Projection) -> Int8Head:

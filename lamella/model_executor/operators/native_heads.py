@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from lamella.native.elementwise import softcap
+from lamella.native.layers import LinearLayer
 from lamella.native.library import PANEL
+from lamella.native.top_columns import top_columns
 
 _PART_BYTES = 4 << 20  # of scores at once
-_BLOCK_COLUMNS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,23 @@ class NativeScores:
         return ids[:, :num_top], values[:, :num_top]
 
 
+def scores_by_parts(
+    layer: Callable[[int, int], LinearLayer], num_out: int, hidden: torch.Tensor, softcap: float | None
+) -> NativeScores:
+    """layer(start, stop): the head's outputs [start, stop)."""
+
+    def multiply(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return layer(start, stop)(x)
+
+    return NativeScores(
+        hidden,
+        num_out,
+        softcap,
+        lambda x: multiply(x, 0, num_out),
+        lambda x, count: top_by_parts(multiply, x, num_out, count),
+    )
+
+
 def top_by_parts(
     multiply: Callable[[torch.Tensor, int, int], torch.Tensor], x: torch.Tensor, num_out: int, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,36 +77,11 @@ def top_by_parts(
     part_out = max(_PART_BYTES // (4 * max(1, len(x))) // PANEL, -(-num_top // PANEL), 64) * PANEL
     ids, values = [], []
     for start in range(0, num_out, part_out):
-        scores = multiply(x, start, min(start + part_out, num_out))
-        best, at = _largest(scores) if num_top == 1 else _top(scores, num_top)
-        ids.append(at + start)
+        stop = min(start + part_out, num_out)
+        best, columns = top_columns(multiply(x, start, stop), min(num_top, stop - start))
+        ids.append(columns + start if start else columns)
         values.append(best)
-    best, at = _top(torch.cat(values, dim=1), num_top)
+    if len(ids) == 1:
+        return ids[0], values[0]
+    best, at = top_columns(torch.cat(values, dim=1), num_top)
     return torch.cat(ids, dim=1).gather(1, at), best
-
-
-def _largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scores, columns) [T, 1] of the largest, the first among equals. Reducing blocks of columns and looking into one
-    is several times faster than torch.max with its indices."""
-    num_columns = scores.shape[1]
-    if num_columns % _BLOCK_COLUMNS:
-        return scores.max(dim=1, keepdim=True)
-    maxima = scores.unflatten(1, (-1, _BLOCK_COLUMNS)).amax(2)
-    block = maxima.argmax(dim=1, keepdim=True) * _BLOCK_COLUMNS  # the first among equals
-    columns = block + torch.arange(_BLOCK_COLUMNS)
-    within = scores.gather(1, columns)
-    at = within.argmax(dim=1, keepdim=True)
-    return within.gather(1, at), block + at
-
-
-def _top(scores: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scores, columns), largest first and the first among equals, which torch.topk does not promise."""
-    num_top = min(num_top, scores.shape[1])
-    threshold = scores.topk(num_top, dim=1).values[:, -1:]
-    if bool(((scores >= threshold).sum(dim=1) > num_top).any()):
-        best, columns = scores.sort(dim=1, descending=True, stable=True)
-        return best[:, :num_top], columns[:, :num_top]
-    best, columns = scores.topk(num_top, dim=1)
-    columns, order = columns.sort(dim=1)
-    best, again = best.gather(1, order).sort(dim=1, descending=True, stable=True)
-    return best, columns.gather(1, again)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lamella.attention.native_backend import HeadTransform
 from lamella.model_executor.operators.base import (
+    DecoderLayer,
     HeadScores,
-    HeadShape,
     Norm,
     Projection,
     Rotary,
@@ -15,7 +17,9 @@ from lamella.model_executor.operators.base import (
 )
 from lamella.model_executor.operators.linear_kinds import LinearKind
 from lamella.model_executor.weight_forms import WeightForm
-from lamella.native.elementwise import add_norm, gated_activation
+from lamella.native.decoder import DecoderWeights
+from lamella.native.elementwise import add_norm
+from lamella.native.layers import LayerTail, LinearLayer
 
 
 class NativeOperators:
@@ -31,40 +35,71 @@ class NativeOperators:
     def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
         return self._kind.gather(table, token_ids, scale)
 
-    def linear(self, weight: Projection, x: torch.Tensor) -> torch.Tensor:
-        return self._kind.linear(weight, x, 0, weight.num_out)
-
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return add_norm(x, None, None, norm.weight, norm.eps)
 
-    def add_norm(
-        self, x: torch.Tensor, y: torch.Tensor, post: Norm, following: Norm
+    def run_layers(
+        self,
+        attention: StepAttention,
+        first: int,
+        layers: Sequence[DecoderLayer],
+        rotaries: Sequence[Rotary],
+        x: torch.Tensor,
+        normed: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, add_norm(x, y, post.weight, following.weight, following.eps)
-
-    def gated_gelu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return gated_activation(gate_up, "gelu_tanh")
+        attention.run_layers(first, [self._weights(layer) for layer in layers], rotaries, x, normed)
+        return x, normed
 
     def attend(
         self,
         attention: StepAttention,
-        layer: int,
-        projection: Projection,
+        index: int,
+        layer: DecoderLayer,
         x: torch.Tensor,
-        heads: HeadShape,
-        norms: tuple[Norm, Norm],
         rotary: Rotary,
-        output_rows: torch.Tensor | None,
+        output_rows: torch.Tensor,
     ) -> torch.Tensor:
-        query_norm, key_norm = norms
-        transform = HeadTransform(query_norm.weight, key_norm.weight, query_norm.eps, *rotary)
-        if output_rows is None:
-            return attention.fused(layer, self.linear(projection, x), transform).flatten(1)
-        # K and V of all, Q of the rows that are wanted.
-        num_query = heads.sizes[0]
-        queries = self._kind.linear(projection, x[output_rows], 0, num_query)
-        keys_values = self._kind.linear(projection, x, num_query, projection.num_out)
-        return attention.fused_outputs(layer, queries, keys_values, transform, output_rows).flatten(1)
+        projection, num_query = layer.qkv_proj, layer.heads.sizes[0]
+        transform = HeadTransform(layer.query_norm.weight, layer.key_norm.weight, layer.query_norm.eps, *rotary)
+        queries = self._linear(projection, 0, num_query)(x[output_rows])
+        keys_values = self._linear(projection, num_query, projection.num_out)(x)
+        return attention.fused_outputs(index, queries, keys_values, transform, output_rows).flatten(1)
+
+    def finish_layer(
+        self, layer: DecoderLayer, x: torch.Tensor, attended: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, self._weights(layer).tail(x, attended)
+
+    def _weights(self, layer: DecoderLayer) -> DecoderWeights:
+        weights: DecoderWeights | None = layer.derived.get("native")
+        if weights is None:
+            weights = layer.derived["native"] = DecoderWeights(
+                self._linear(layer.qkv_proj, 0, layer.qkv_proj.num_out),
+                layer.query_norm.weight,
+                layer.key_norm.weight,
+                layer.query_norm.eps,
+                self._tail(layer),
+            )
+        return weights
+
+    def _tail(self, layer: DecoderLayer) -> LayerTail:
+        projections = (layer.o_proj, layer.gate_up_proj, layer.down_proj)
+        return LayerTail(
+            *(self._linear(weight, 0, weight.num_out) for weight in projections),
+            post_attention_norm=layer.post_attention_norm.weight,
+            pre_mlp_norm=layer.pre_mlp_norm.weight,
+            post_mlp_norm=layer.post_mlp_norm.weight,
+            following_norm=layer.following_norm.weight,
+            eps=layer.following_norm.eps,
+            activation=layer.activation,
+        )
+
+    def _linear(self, weight: Projection, start: int, stop: int) -> LinearLayer:
+        """Outputs [start, stop) of `weight`."""
+        layer: LinearLayer | None = weight.derived.get((start, stop))
+        if layer is None:
+            layer = weight.derived[start, stop] = self._kind.layer(weight, start, stop)
+        return layer
 
     def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
         return self._kind.head(weight, hidden, softcap)

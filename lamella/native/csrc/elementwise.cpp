@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "vec.h"
+#include "kernels.h"
 
 namespace {
 

@@ -2,13 +2,9 @@
 //
 // Few rows: weights are converted in registers on their way from memory, whose rate is the limit. More rows: a block
 // of a panel is converted once into the L1 cache, and all rows pass over it. Both continue the same chains.
-#include <omp.h>
-
-#include <algorithm>
-#include <cstdlib>
-
 #include "int8_blocks.h"
 #include "int8_panels.h"
+#include "kernels.h"
 
 namespace {
 
@@ -62,36 +58,18 @@ void run_direct(const Linear& linear) {
     }
 }
 
-void multiply_panel(const Linear& linear, int64_t panel, int64_t first_row, int64_t num_rows, const float* packed,
-                    Blocks& blocks) {
-    blocks.multiply(linear.panel_at(panel), linear.depth, packed, num_rows);
-    for (int64_t row = 0; row < num_rows; row++) {
-        Vec sums[PANEL_VECS];
-        std::memcpy(sums, blocks.sums + row * PANEL, sizeof sums);
-        linear.finish(first_row + row, panel, sums);
-    }
-}
-
 void run_blocks(const Linear& linear) {
-    const int64_t depth = linear.depth, num_panels = linear.num_panels();
-    const int64_t chunk = std::max<int64_t>(1, num_panels / (16 * omp_get_max_threads()));
-    const int64_t packed_bytes = std::min(BLOCK_ROWS, linear.num_rows) * depth * sizeof(float);
-    float* packed = static_cast<float*>(std::aligned_alloc(LINE_BYTES, (packed_bytes + LINE_BYTES) & -LINE_BYTES));
-#pragma omp parallel
-    {
-        Blocks blocks;
-        for (int64_t first = 0; first < linear.num_rows; first += BLOCK_ROWS) {
-            const int64_t num_rows = std::min(BLOCK_ROWS, linear.num_rows - first), tile_rows = even_tile(num_rows);
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < num_rows; row += tile_rows)
-                pack_tile(linear.x + (first + row) * depth, depth, std::min(tile_rows, num_rows - row),
-                          packed + row * depth);
-#pragma omp for schedule(dynamic, chunk)
-            for (int64_t panel = 0; panel < num_panels; panel++)
-                multiply_panel(linear, panel, first, num_rows, packed, blocks);
-        }
-    }
-    std::free(packed);
+    const int64_t panel_bytes = lines_of(linear.depth) * LINE_BYTES;
+    multiply_in_blocks(
+        linear.x, linear.num_rows, linear.depth, linear.num_panels(),
+        [&](int64_t panel, int64_t begin, int64_t steps, float* block) {
+            convert_block(linear.panel_at(panel) + begin * PANEL, panel_bytes, steps, block);
+        },
+        [&](int64_t row, int64_t panel, const float* sums_at) {
+            Vec sums[PANEL_VECS];
+            std::memcpy(sums, sums_at, sizeof sums);
+            linear.finish(row, panel, sums);
+        });
 }
 
 }  // namespace
@@ -110,14 +88,21 @@ LAMELLA_EXPORT void lamella_int8_linear(const float* x, const int8_t* panels, co
     }
 }
 
-// out[row] = the weights of output `ids[row]`, dequantised: an embedding that is tied to the output layer.
-LAMELLA_EXPORT void lamella_int8_gather_rows(const int8_t* panels, const float* scales, const int64_t* ids, float* out,
-                                             int64_t num_ids, int64_t depth) {
+// out[row] = the weights of output `ids[row]`, dequantised, times `factor`: an embedding that is tied to the output layer.
+// Returns -1, or where an id is not one of num_columns its place; out is then as it was.
+LAMELLA_EXPORT int64_t lamella_int8_gather_rows(const int8_t* panels, const float* scales, int64_t num_columns,
+                                                int64_t depth, const int64_t* ids, int64_t num_ids, float factor,
+                                                float* out) {
+    const int64_t wrong = find_wrong_id(ids, num_ids, num_columns);
+    if (wrong >= 0) return wrong;
 #pragma omp parallel for schedule(static) if (num_ids > 16)
     for (int64_t row = 0; row < num_ids; row++) {
         const int64_t id = ids[row];
         const int8_t* column = panels + id / PANEL * lines_of(depth) * LINE_BYTES + id % PANEL * LINE_STEPS;
-        for (int64_t k = 0; k < depth; k++)
-            out[row * depth + k] = float(column[k / LINE_STEPS * LINE_BYTES + k % LINE_STEPS]) * scales[id];
+        for (int64_t k = 0; k < depth; k++) {
+            const float weight = float(column[k / LINE_STEPS * LINE_BYTES + k % LINE_STEPS]) * scales[id];
+            out[row * depth + k] = weight * factor;
+        }
     }
+    return -1;
 }

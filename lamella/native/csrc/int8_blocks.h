@@ -1,56 +1,8 @@
-// Many rows with panels of int8: a block of a panel is converted to floats once, into the L1 cache, and all rows pass
-// over it. The sums are the chains of int8_panels.h.
+// Blocks of int8 panels as floats.
 #pragma once
 
-#include <algorithm>
-
+#include "float_blocks.h"
 #include "int8_panels.h"
-
-constexpr int64_t TILE_ROWS = PANEL_VECS == 1 ? 12 : 6;  // sums in registers that hide the latency of an FMA
-constexpr int64_t BLOCK_STEPS = 256;                     // x 16 columns = 16 KiB of floats, half of an L1 cache
-constexpr int64_t BLOCK_ROWS = 192;                      // rows that pass over a converted block
-
-// sums[ROWS][16] += x (packed, [steps][ROWS]) times block [steps][16].
-template <int ROWS>
-static void add_tile(const float* x, const float* block, int64_t steps, float* sums) {
-    Vec tile[ROWS][PANEL_VECS];
-#pragma GCC unroll 12
-    for (int row = 0; row < ROWS; row++)
-        for (int vec = 0; vec < PANEL_VECS; vec++) tile[row][vec] = load(sums + row * PANEL + vec * VEC_LANES);
-#pragma GCC unroll 2
-    for (int64_t k = 0; k < steps; k++, x += ROWS, block += PANEL) {
-        Vec weights[PANEL_VECS];
-#pragma GCC unroll 4
-        for (int vec = 0; vec < PANEL_VECS; vec++) weights[vec] = load(block + vec * VEC_LANES);
-#pragma GCC unroll 12
-        for (int row = 0; row < ROWS; row++) {
-            const Vec value = broadcast(x[row]);
-#pragma GCC unroll 4
-            for (int vec = 0; vec < PANEL_VECS; vec++) tile[row][vec] = fma(value, weights[vec], tile[row][vec]);
-        }
-    }
-#pragma GCC unroll 12
-    for (int row = 0; row < ROWS; row++)
-        for (int vec = 0; vec < PANEL_VECS; vec++) store(sums + row * PANEL + vec * VEC_LANES, tile[row][vec]);
-}
-
-template <int ROWS>
-static void add_rest(int64_t rows, const float* x, const float* block, int64_t steps, float* sums) {
-    if (rows == ROWS) return add_tile<ROWS>(x, block, steps, sums);
-    if constexpr (ROWS > 1) add_rest<ROWS - 1>(rows, x, block, steps, sums);
-}
-
-// Rows of a tile such that the last is about as full as the others: 8 rows are 4 and 4, not 6 and 2.
-static inline int64_t even_tile(int64_t num_rows) {
-    const int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
-    return (num_rows + num_tiles - 1) / num_tiles;
-}
-
-// Rows of one tile, [depth][rows]: a step reads its rows' values side by side.
-static inline void pack_tile(const float* x, int64_t depth, int64_t rows, float* packed) {
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t k = 0; k < depth; k++) packed[k * rows + row] = x[row * depth + k];
-}
 
 // [steps][16] floats of a panel; whole lines are written. Asks for the same lines of the next panel.
 static inline void convert_block(const int8_t* line, int64_t panel_bytes, int64_t steps, float* block) {
@@ -64,23 +16,3 @@ static inline void convert_block(const int8_t* line, int64_t panel_bytes, int64_
         }
     }
 }
-
-// A thread's scratch.
-struct Blocks {
-    alignas(64) float block[BLOCK_STEPS * PANEL];
-    alignas(64) float sums[BLOCK_ROWS * PANEL];
-
-    // sums[row][column of the panel], for at most BLOCK_ROWS rows packed in tiles of even_tile(num_rows).
-    void multiply(const int8_t* panel, int64_t depth, const float* packed, int64_t num_rows) {
-        const int64_t tile_rows = even_tile(num_rows), panel_bytes = lines_of(depth) * LINE_BYTES;
-        std::memset(sums, 0, num_rows * PANEL * sizeof(float));
-        for (int64_t begin = 0; begin < depth; begin += BLOCK_STEPS) {
-            const int64_t steps = std::min(BLOCK_STEPS, depth - begin);
-            convert_block(panel + begin * PANEL, panel_bytes, steps, block);
-            for (int64_t row = 0; row < num_rows; row += tile_rows) {
-                const int64_t rows = std::min(tile_rows, num_rows - row);
-                add_rest<TILE_ROWS>(rows, packed + row * depth + begin * rows, block, steps, sums + row * PANEL);
-            }
-        }
-    }
-};

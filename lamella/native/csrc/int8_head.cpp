@@ -154,13 +154,17 @@ void scan_panels(const Head& head, int64_t begin, int64_t end, const float* x, c
 
 // Rows one after another in `x`; from DIRECT_ROWS on they are packed as int8_blocks.h wants them.
 void scan_rows(const Head& head, int64_t begin, int64_t end, const float* x, int64_t num_rows, const Norms* norms,
-               Scan* scans, Blocks& blocks) {
+               Scan* scans, FloatBlocks& blocks) {
     if (num_rows == 1) return scan_panels<1, 4>(head, begin, end, x, norms, scans);
     if (num_rows == 2) return scan_panels<2, 2>(head, begin, end, x, norms, scans);
     if (num_rows == 3) return scan_panels<3, 2>(head, begin, end, x, norms, scans);
     if (num_rows == DIRECT_ROWS) return scan_panels<DIRECT_ROWS, 1>(head, begin, end, x, norms, scans);
+    const int64_t panel_bytes = lines_of(head.depth) * LINE_BYTES;
     for (int64_t panel = begin; panel < end; panel++) {
-        blocks.multiply(head.panels + panel * lines_of(head.depth) * LINE_BYTES, head.depth, x, num_rows);
+        const auto convert = [&](int64_t first, int64_t steps, float* block) {
+            convert_block(head.panels + panel * panel_bytes + first * PANEL, panel_bytes, steps, block);
+        };
+        blocks.multiply(convert, head.depth, x, num_rows);
         for (int64_t row = 0; row < num_rows; row++) {
             Vec sums[PANEL_VECS];
             std::memcpy(sums, blocks.sums + row * PANEL, sizeof sums);
@@ -281,7 +285,7 @@ LAMELLA_EXPORT void lamella_int8_head(const float* x, const int8_t* panels, cons
         }
 #pragma omp parallel
         {
-            Blocks blocks;
+            FloatBlocks blocks;
 #pragma omp for schedule(dynamic, 1)
             for (int64_t begin = 0; begin < num_panels; begin += span)
                 scan_rows(head, begin, std::min(begin + span, num_panels), batch, rows, norms.data() + first,

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "kernels.h"
 #include "panel_product.h"
 
 namespace {
@@ -67,8 +68,8 @@ LAMELLA_EXPORT void lamella_pack_weight(const float* weight, int64_t num_columns
 // was.
 LAMELLA_EXPORT int64_t lamella_gather_rows(const float* panels, int64_t num_columns, int64_t depth, const int64_t* ids,
                                            int64_t num_ids, float scale, float* out) {
-    for (int64_t index = 0; index < num_ids; index++)
-        if (ids[index] < 0 || ids[index] >= num_columns) return index;
+    const int64_t wrong = find_wrong_id(ids, num_ids, num_columns);
+    if (wrong >= 0) return wrong;
 #pragma omp parallel for schedule(static) if (num_ids > 8)
     for (int64_t index = 0; index < num_ids; index++) {
         const float* from = panels + ids[index] / PANEL * depth * PANEL + ids[index] % PANEL;

@@ -3,79 +3,11 @@
 #include <omp.h>
 
 #include <cmath>
-#include <limits>
-#include <vector>
 
+#include "best_columns.h"
 #include "panel_product.h"
 
 namespace {
-
-constexpr float INFINITE = std::numeric_limits<float>::infinity();
-
-struct Candidate {
-    float value;
-    int32_t id;
-};
-
-// torch's order: NaN is above all numbers; of equals the lower id is better. It is total, so the best k are the same
-// in whatever order columns come.
-bool better(Candidate a, Candidate b) {
-    const bool a_is_nan = a.value != a.value, b_is_nan = b.value != b.value;
-    if (a_is_nan != b_is_nan) return a_is_nan;
-    if (a_is_nan || a.value == b.value) return a.id < b.id;
-    return a.value > b.value;
-}
-
-// The k best columns of each row so far, in heaps with the worst of them on top.
-class BestColumns {
-  public:
-    BestColumns(int64_t num_rows, int64_t k) : k_(size_t(k)), heaps_(size_t(num_rows)), least_(size_t(num_rows)) {
-        for (auto& heap : heaps_) heap.reserve(k_);
-        std::fill(least_.begin(), least_.end(), -INFINITE);
-    }
-
-    // `num_padded` columns can be read; those from num_columns on are -inf.
-    void visit(int64_t row, const float* values, int64_t first_id, int64_t num_columns, int64_t num_padded) {
-        const Vec least = broadcast(least_[row]);
-        IntVec hits = {};
-        for (int64_t column = 0; column < num_padded; column += VEC_LANES) hits |= ~(load(values + column) < least);
-        if (!any_lane(hits)) return;
-        for (int64_t column = 0; column < num_columns; column++)
-            if (!(values[column] < least_[row])) offer(row, {values[column], int32_t(first_id + column)});
-    }
-
-    void merge(const BestColumns& other) {
-        for (size_t row = 0; row < heaps_.size(); row++)
-            for (Candidate candidate : other.heaps_[row]) offer(int64_t(row), candidate);
-    }
-
-    void write_sorted(int64_t row, float* values, int64_t* ids) {
-        auto& heap = heaps_[row];
-        std::sort_heap(heap.begin(), heap.end(), better);
-        for (size_t place = 0; place < heap.size(); place++) {
-            values[place] = heap[place].value;
-            ids[place] = heap[place].id;
-        }
-    }
-
-  private:
-    void offer(int64_t row, Candidate candidate) {
-        auto& heap = heaps_[row];
-        if (heap.size() == k_) {
-            if (!better(candidate, heap.front())) return;
-            std::pop_heap(heap.begin(), heap.end(), better);
-            heap.back() = candidate;
-        } else {
-            heap.push_back(candidate);
-        }
-        std::push_heap(heap.begin(), heap.end(), better);
-        if (heap.size() == k_) least_[row] = heap.front().value;
-    }
-
-    size_t k_;
-    std::vector<std::vector<Candidate>> heaps_;
-    std::vector<float> least_;  // below this a column cannot be among the best; NaN where all of them are NaN
-};
 
 // Of one group of columns: the largest value, and sum(exp(value - largest)).
 struct Exponentials {
@@ -140,8 +72,8 @@ LAMELLA_EXPORT void lamella_linear_topk(const float* x, int64_t x_step, int64_t 
                     block.multiply_group(weight, group * GROUP_PANELS, weight.count(), bias, tile.get());
                 for (int64_t row = 0; row < block_rows; row++) {
                     float* const from = tile.get() + row * GROUP_COLUMNS;
+                    mine.visit(row, from, columns.first, columns.count);
                     std::fill(from + columns.count, from + columns.num_padded, -INFINITE);
-                    mine.visit(row, from, columns.first, columns.count, columns.num_padded);
                     if (logsumexp) sums[group * block_rows + row] = exponentials_of(from, columns.num_padded);
                 }
             }

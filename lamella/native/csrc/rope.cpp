@@ -3,7 +3,7 @@
 #include <cmath>
 #include <memory>
 
-#include "pages.h"
+#include "kernels.h"
 
 namespace {
 
@@ -32,23 +32,6 @@ __attribute__((noinline)) void rotate(
         second_half[index] = second * cos[index] + first * sin[index];
     }
 }
-
-// Mirrored by `RopeInput` in native/attention.py.
-struct RopeInput {
-    const float* qkv;  // [tokens] a stride apart: num_heads query heads, then the KV heads' keys, then their values
-    int64_t token_stride;
-    int64_t num_tokens;
-    int64_t num_heads;
-    const float* query_weight;  // [k_dim] or null: no norm
-    const float* key_weight;    // [k_dim] or null: no norm
-    float eps;
-    int64_t rotary_dim;
-    const float* cos;  // [rows][rotary_dim / 2], rows a stride apart
-    const float* sin;
-    int64_t table_stride;
-    const int64_t* positions;  // each token's row of the tables; null: row i is token i's
-    const int64_t* slots;      // -1: K and V are written nowhere
-};
 
 }  // namespace
 

@@ -9,6 +9,7 @@
 #include <cstdlib>
 
 #include "int8_dot.h"
+#include "kernels.h"
 
 namespace {
 

@@ -1,0 +1,161 @@
+"""Transformer layers, attention and all, as one call."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lamella.errors import ConfigError, InvariantError
+from lamella.native.arguments import check_contiguous, check_rows, check_vector, require_library
+from lamella.native.attention import Batch, Pages
+from lamella.native.layers import LayerTail, LinearLayer, LinearStructure, TailStructure
+from lamella.native.library import PANEL, Float, Int, Pointer
+
+
+# These structures mirror those of csrc/layers.cpp.
+class _DecoderLayer(ctypes.Structure):
+    _fields_ = (
+        ("qkv_proj", LinearStructure),
+        ("query_norm", Pointer),
+        ("key_norm", Pointer),
+        ("eps", Float),
+        ("num_heads", Int),
+        ("pages", Pointer),
+        ("window_tokens", Int),
+        ("chunk_tokens", Int),
+        ("scale", Float),
+        ("softcap", Float),
+        ("sinks", Pointer),
+        ("tail", TailStructure),
+    )
+
+
+class _LayerStep(ctypes.Structure):
+    _fields_ = (("batch", Pointer), ("slots", Pointer), ("cos", Pointer), ("sin", Pointer), ("rotary_dim", Int))
+
+
+class Visibility(NamedTuple):
+    """Which keys a layer's queries see, and how scores are made of them; 0: no window, no chunks, no cap."""
+
+    window_tokens: int
+    chunk_tokens: int
+    scale: float
+    softcap: float
+    sinks: Tensor | None
+
+
+class DecoderWeights(NamedTuple):
+    """qkv_proj: query heads, then keys of the KV heads, then their values. Norms: of a head, float32 [k_dim]."""
+
+    qkv_proj: LinearLayer
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    eps: float
+    tail: LayerTail
+
+
+class DecoderLayer:
+    """A layer's weights with its pages: what it has whatever the step."""
+
+    def __init__(self, weights: DecoderWeights, pages: Pages, num_heads: int, visibility: Visibility) -> None:
+        """Raises ConfigError for projections that do not fit the pages."""
+        k_dim, v_dim = pages.k_dim, pages.v_dim
+        columns, attended = num_heads * k_dim + pages.num_kv_heads * (k_dim + v_dim), num_heads * v_dim
+        qkv_proj, tail = weights.qkv_proj, weights.tail
+        if (qkv_proj.num_in, qkv_proj.num_out, tail.num_in) != (tail.width, columns, attended):
+            raise ConfigError(
+                f"projections {qkv_proj.num_in} -> {qkv_proj.num_out} and {tail.num_in} -> {tail.width} do not fit "
+                f"{num_heads} query heads and {pages.num_kv_heads} KV heads of {k_dim} (K) and {v_dim} (V): "
+                f"{tail.width} -> {columns} and {attended} -> {tail.width} would"
+            )
+        for norm in (weights.query_norm, weights.key_norm):
+            if norm is not None:
+                check_vector("norm", norm, k_dim)
+                if k_dim % PANEL:
+                    raise ConfigError(f"heads of {k_dim} cannot be normed; multiples of {PANEL} can")
+        sinks = visibility.sinks
+        if sinks is not None:
+            check_vector("sinks", sinks, num_heads)
+        self.width = tail.width
+        self.k_dim = k_dim
+        self._kept = (weights, pages, visibility)  # their memory is what the addresses are of
+        self._structure = _DecoderLayer(
+            qkv_proj.structure,
+            None if weights.query_norm is None else weights.query_norm.data_ptr(),
+            None if weights.key_norm is None else weights.key_norm.data_ptr(),
+            weights.eps,
+            num_heads,
+            ctypes.addressof(pages),
+            visibility.window_tokens,
+            visibility.chunk_tokens,
+            visibility.scale,
+            visibility.softcap,
+            None if sinks is None else sinks.data_ptr(),
+            tail.structure,
+        )
+        self.address = ctypes.addressof(self._structure)
+
+
+class LayerStep:
+    """What a step has for a layer: its batch, where K and V go, and rotary embedding. Layers share it."""
+
+    def __init__(self, batch: Batch, slots: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """slots: int64 [T]. cos and sin: float32 [T, rotary_dim / 2]; dimensions of 1 do not matter.
+
+        Raises InvariantError for shapes that do not fit.
+        """
+        num_rows, half = slots.numel(), cos.shape[-1]
+        check_vector("slots", slots, num_rows, dtype=slots.dtype)
+        for name, table in (("cos", cos), ("sin", sin)):
+            check_rows(name, table.view(-1, half), half)
+            check_contiguous(name, table)
+            if table.numel() != num_rows * half:
+                raise InvariantError(
+                    f"{name} has shape {list(table.shape)}; {num_rows} tokens take [{num_rows}, {half}]"
+                )
+        self.num_rows = num_rows
+        self.rotary_dim = 2 * half
+        self._kept = (batch, slots, cos, sin)  # their memory is what the addresses are of
+        self._structure = _LayerStep(
+            ctypes.addressof(batch), slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), self.rotary_dim
+        )
+        self.address = ctypes.addressof(self._structure)
+
+
+@functools.cache
+def _function() -> Callable[..., int]:
+    return require_library().function("run_layers", Pointer, Pointer, Int, Pointer, Pointer, Int, restype=Int)
+
+
+def run_layers(layers: Sequence[DecoderLayer], steps: Sequence[LayerStep], x: Tensor, normed: Tensor) -> None:
+    """All rows through one layer after the other, each with its step.
+
+    x [T, width] is the residual stream, normed [T, width] its norm: the first layer's input, and in the end what
+    follows the last. Both contiguous float32; they change in place. Raises MemoryError where attention finds none.
+    """
+    num_layers, num_rows = len(layers), x.shape[0]
+    for layer, step in zip(layers, steps, strict=True):
+        if step.num_rows != num_rows or step.rotary_dim > layer.k_dim:
+            raise InvariantError(
+                f"a step of {step.num_rows} tokens and {step.rotary_dim} rotated dimensions came with {num_rows} rows "
+                f"and heads of {layer.k_dim}"
+            )
+        check_rows("x", x, layer.width)
+    check_rows("normed", normed, x.shape[1])
+    check_contiguous("x", x)
+    check_contiguous("normed", normed)
+    if normed.shape != x.shape:
+        raise InvariantError(f"normed has {normed.shape[0]} rows; x has {num_rows}")
+    if not num_rows or not num_layers:
+        return
+    addresses = Pointer * num_layers
+    if _function()(
+        addresses(*(layer.address for layer in layers)),
+        addresses(*(step.address for step in steps)),
+        num_layers, x.data_ptr(), normed.data_ptr(), num_rows,
+    ):  # fmt: skip
+        raise MemoryError(f"attention found no memory for {num_rows} rows")

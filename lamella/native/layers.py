@@ -1,0 +1,175 @@
+"""Linear layers of every kind behind one call, and what follows attention in a transformer layer as one call.
+
+Addresses are taken once: for a single row, Python and the passing of arguments would take as long as the work.
+Structures mirror those of csrc/layers.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamella.errors import ConfigError
+from lamella.native.arguments import check_contiguous, check_rows, check_vector, require_library
+from lamella.native.elementwise import ACTIVATIONS
+from lamella.native.gguf_linear import FORMATS, GgufWeight
+from lamella.native.int8 import Int8Weight
+from lamella.native.library import Float, Int, Pointer
+from lamella.native.linear import PackedWeight
+
+# csrc/layers.cpp; weights of a GGUF type have the type's own number
+_INT8, _W8A8, _FLOAT32 = -1, -2, 0
+
+Weight = PackedWeight | Int8Weight | GgufWeight
+
+
+class _Part(ctypes.Structure):
+    _fields_ = (("kind", Int), ("panels", Pointer), ("scales", Pointer), ("num_columns", Int))
+
+
+class LinearStructure(ctypes.Structure):
+    _fields_ = (("parts", Pointer), ("num_parts", Int), ("num_columns", Int), ("depth", Int))
+
+
+class TailStructure(ctypes.Structure):
+    _fields_ = (
+        ("out_proj", LinearStructure),
+        ("gate_up_proj", LinearStructure),
+        ("down_proj", LinearStructure),
+        ("post_attention_norm", Pointer),
+        ("pre_mlp_norm", Pointer),
+        ("post_mlp_norm", Pointer),
+        ("following_norm", Pointer),
+        ("eps", Float),
+        ("is_silu", Int),
+    )
+
+
+class _Functions(NamedTuple):
+    linear: Callable[..., None]
+    finish_layer: Callable[..., None]
+
+
+@functools.cache
+def _functions() -> _Functions:
+    library = require_library()
+    return _Functions(
+        library.function("layer_linear", Pointer, Pointer, Int, Pointer),
+        library.function("finish_layer", Pointer, Pointer, Pointer, Int, Pointer),
+    )
+
+
+class LinearLayer:
+    """y = x W^T, the outputs of `weights` side by side. They all have the same inputs; several only of float32 and GGUF
+    kinds.
+
+    int8_activations: w8a8, with int8 weights.
+    """
+
+    def __init__(self, weights: Sequence[Weight], *, int8_activations: bool = False) -> None:
+        """Raises ConfigError for weights that do not go together."""
+        self.num_in = weights[0].num_in
+        self.num_out = sum(weight.num_out for weight in weights)
+        if any(weight.num_in != self.num_in for weight in weights):
+            raise ConfigError(
+                f"weights of {[weight.num_in for weight in weights]} inputs make no layer; one number does"
+            )
+        if len(weights) > 1 and any(isinstance(weight, Int8Weight) for weight in weights):
+            raise ConfigError(f"{len(weights)} weights with int8 among them make no layer; fuse int8 weights into one")
+        self._weights = tuple(weights)  # their memory is what the addresses are of
+        self._parts = (_Part * len(weights))(*(_part(weight, int8_activations) for weight in weights))
+        self.structure = LinearStructure(ctypes.addressof(self._parts), len(weights), self.num_out, self.num_in)
+        self._address = ctypes.addressof(self.structure)
+        self._call = _functions().linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` contiguous float32 [T, num_in] -> [T, num_out]. A row's result does not depend on the others."""
+        check_rows("x", x, self.num_in)
+        check_contiguous("x", x)
+        num_rows = x.shape[0]
+        out = torch.empty(num_rows, self.num_out)
+        if num_rows:
+            self._call(self._address, x.data_ptr(), num_rows, out.data_ptr())
+        return out
+
+
+class LayerTail:
+    """From a layer's attention to the next layer's input: output projection, gated MLP, and norms around both."""
+
+    def __init__(
+        self,
+        out_proj: LinearLayer,
+        gate_up_proj: LinearLayer,
+        down_proj: LinearLayer,
+        *,
+        post_attention_norm: Tensor | None,
+        pre_mlp_norm: Tensor,
+        post_mlp_norm: Tensor | None,
+        following_norm: Tensor,
+        eps: float,
+        activation: str,
+    ) -> None:
+        """Norms: float32 [out_proj.num_out], what is multiplied with; None: no norm. activation: one of ACTIVATIONS.
+
+        Raises ConfigError for layers that do not follow each other.
+        """
+        width, mlp_width = out_proj.num_out, down_proj.num_in
+        if (gate_up_proj.num_in, gate_up_proj.num_out, down_proj.num_out) != (width, 2 * mlp_width, width):
+            raise ConfigError(
+                f"layers {out_proj.num_in} -> {width}, {gate_up_proj.num_in} -> {gate_up_proj.num_out} and "
+                f"{mlp_width} -> {down_proj.num_out} do not follow each other; an MLP on {width} of {mlp_width} has "
+                f"{width} -> {2 * mlp_width} and {mlp_width} -> {width}"
+            )
+        if activation not in ACTIVATIONS:
+            raise ConfigError(f"activation={activation!r} is not known; choose one of {', '.join(ACTIVATIONS)}")
+        norms = (post_attention_norm, pre_mlp_norm, post_mlp_norm, following_norm)
+        for norm in norms:
+            if norm is not None:
+                check_vector("norm", norm, width)
+        self.num_in = out_proj.num_in
+        self.width = width
+        self._kept = (out_proj, gate_up_proj, down_proj, norms)  # their memory is what the addresses are of
+        self.structure = TailStructure(
+            out_proj.structure,
+            gate_up_proj.structure,
+            down_proj.structure,
+            *(None if norm is None else norm.data_ptr() for norm in norms),
+            eps,
+            activation == "silu",
+        )
+        self._address = ctypes.addressof(self.structure)
+        self._call = _functions().finish_layer
+
+    def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Take attention's output and then the MLP's into the residual stream `x` [T, width], which changes in place.
+
+        attended: [T, out_proj.num_in]. Both contiguous float32. Returns following_norm(x), [T, width]; all as
+        `elementwise.add_norm` and `elementwise.gated_activation` have it.
+        """
+        check_rows("x", x, self.width)
+        check_rows("attended", attended, self.num_in)
+        check_contiguous("x", x)
+        check_contiguous("attended", attended)
+        num_rows = x.shape[0]
+        if attended.shape[0] != num_rows:
+            raise ConfigError(f"attended has {attended.shape[0]} rows; x has {num_rows}")
+        normed = torch.empty(num_rows, self.width)
+        if num_rows:
+            self._call(self._address, x.data_ptr(), attended.data_ptr(), num_rows, normed.data_ptr())
+        return normed
+
+
+def _part(weight: Weight, int8_activations: bool) -> _Part:
+    if isinstance(weight, Int8Weight):
+        kind = _W8A8 if int8_activations else _INT8
+        return _Part(kind, weight.panels.data_ptr(), weight.scales.data_ptr(), weight.num_out)
+    if int8_activations:
+        raise ConfigError(f"int8_activations go with int8 weights; {type(weight).__name__} has none")
+    if isinstance(weight, PackedWeight):
+        return _Part(_FLOAT32, weight.data.data_ptr(), None, weight.num_out)
+    return _Part(FORMATS[weight.type_name].number, weight.panels.data_ptr(), None, weight.num_out)

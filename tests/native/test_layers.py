@@ -1,0 +1,132 @@
+"""Layers of every kind behind one call, bit for bit against the kernels that they are made of."""
+
+import numpy as np
+import pytest
+import torch
+
+from lamella.errors import ConfigError, InvariantError
+from lamella.native.elementwise import add_norm, gated_activation
+from lamella.native.gguf_linear import linear_gguf, pack_gguf
+from lamella.native.int8 import linear_int8, quantize_int8
+from lamella.native.layers import LayerTail, LinearLayer
+from lamella.native.linear import linear, pack_weight
+from lamella.native.w8a8 import linear_w8a8
+
+EPS = 1e-6
+WIDTH, MLP_WIDTH, ATTENDED = 96, 160, 64
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def q8_blocks(num_out: int, num_in: int, seed: int = 0) -> np.ndarray:
+    """Random levels, scale 2^-7."""
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (num_out, num_in // 32, 34), dtype=np.uint8)
+    blocks[..., :2] = np.frombuffer(np.float16(2.0**-7).tobytes(), dtype=np.uint8)
+    return blocks.reshape(num_out, -1)
+
+
+def make(kind: str, num_out: int, num_in: int, seed: int):
+    """(layer, function that computes the same by itself)."""
+    weight = random(num_out, num_in, seed=seed)
+    if kind == "float32":
+        packed = pack_weight(weight)
+        return LinearLayer([packed]), lambda x: linear(x, packed)
+    if kind == "gguf":
+        blocks = pack_gguf(q8_blocks(num_out, num_in, seed), "Q8_0")
+        return LinearLayer([blocks]), lambda x: linear_gguf(x, blocks)
+    int8 = quantize_int8(weight)
+    if kind == "int8":
+        return LinearLayer([int8]), lambda x: linear_int8(x, int8)
+    return LinearLayer([int8], int8_activations=True), lambda x: linear_w8a8(x, int8)
+
+
+KINDS = ["float32", "int8", "w8a8", "gguf"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 9])
+def test_a_layer_is_its_kernel(kind, num_rows):
+    layer, alone = make(kind, 100, 96, seed=1)
+    x = random(num_rows, 96)
+    assert torch.equal(layer(x), alone(x))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 17])
+def test_parts_lie_side_by_side(num_rows):
+    float32, blocks, last = (
+        pack_weight(random(33, 64)),
+        pack_gguf(q8_blocks(20, 64), "Q8_0"),
+        pack_weight(random(7, 64)),
+    )
+    layer = LinearLayer([float32, blocks, last])
+    x = random(num_rows, 64, seed=2)
+    assert (layer.num_in, layer.num_out) == (64, 60)
+    assert torch.equal(layer(x), torch.cat([linear(x, float32), linear_gguf(x, blocks), linear(x, last)], dim=1))
+
+
+def test_weights_that_make_no_layer():
+    int8, float32 = quantize_int8(random(16, 32)), pack_weight(random(16, 32))
+    with pytest.raises(ConfigError, match=r"\[32, 64\] inputs make no layer"):
+        LinearLayer([float32, pack_weight(random(16, 64))])
+    with pytest.raises(ConfigError, match="2 weights with int8 among them"):
+        LinearLayer([int8, int8])
+    with pytest.raises(ConfigError, match="PackedWeight has none"):
+        LinearLayer([float32], int8_activations=True)
+    with pytest.raises(InvariantError, match=r"x has shape \[1, 31\]"):
+        LinearLayer([float32])(torch.ones(1, 31))
+    with pytest.raises(InvariantError, match="contiguous"):
+        LinearLayer([float32])(torch.ones(3, 64)[:, :32])
+
+
+def make_tail(kind: str, activation: str, with_post_norms: bool):
+    """(tail, the same step by step)."""
+    (out_proj, attend_out), (gate_up, expand), (down, contract) = (
+        make(kind, WIDTH, ATTENDED, 1), make(kind, 2 * MLP_WIDTH, WIDTH, 2), make(kind, WIDTH, MLP_WIDTH, 3),
+    )  # fmt: skip
+    norms = {name: 1 + random(WIDTH, seed=seed) / 10 for seed, name in enumerate(("pre_mlp_norm", "following_norm"))}
+    posts = {name: random(WIDTH, seed=seed) for seed, name in enumerate(("post_attention_norm", "post_mlp_norm"), 5)}
+    if not with_post_norms:
+        posts = dict.fromkeys(posts)
+    tail = LayerTail(out_proj, gate_up, down, **norms, **posts, eps=EPS, activation=activation)
+
+    def step_by_step(x, attended):
+        normed = add_norm(x, attend_out(attended), posts["post_attention_norm"], norms["pre_mlp_norm"], EPS)
+        y = contract(gated_activation(expand(normed), activation))
+        return add_norm(x, y, posts["post_mlp_norm"], norms["following_norm"], EPS)
+
+    return tail, step_by_step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("activation", "with_post_norms"), [("gelu_tanh", True), ("silu", False)])
+def test_a_tail_is_its_kernels_at_every_row_count(kind, activation, with_post_norms):
+    """600 rows are more than go through at once."""
+    tail, step_by_step = make_tail(kind, activation, with_post_norms)
+    x, attended = random(600, WIDTH), random(600, ATTENDED, seed=4)
+    expected_x = x.clone()
+    expected = step_by_step(expected_x, attended)
+    for num_threads, begin, end in ((1, 0, 600), (2, 0, 600), (2, 0, 1), (2, 5, 8), (1, 30, 94), (2, 100, 401)):
+        torch.set_num_threads(num_threads)
+        changed = x[begin:end].clone()
+        normed = tail(changed, attended[begin:end])
+        assert torch.equal(normed, expected[begin:end])
+        assert torch.equal(changed, expected_x[begin:end])
+    assert tail(x[:0], attended[:0]).shape == (0, WIDTH)
+
+
+def test_projections_that_do_not_follow_each_other():
+    tail, _ = make_tail("float32", "silu", True)
+    layer, norm = make("float32", WIDTH, WIDTH, 1)[0], torch.ones(WIDTH)
+    norms = dict.fromkeys(("post_attention_norm", "pre_mlp_norm", "post_mlp_norm", "following_norm"), norm)
+    with pytest.raises(ConfigError, match="96 -> 192 and 96 -> 96"):
+        LayerTail(layer, layer, layer, **norms, eps=EPS, activation="silu")
+    gate_up = make("float32", 2 * WIDTH, WIDTH, 2)[0]
+    with pytest.raises(ConfigError, match="activation='relu' is not known; choose one of gelu_tanh, silu"):
+        LayerTail(layer, gate_up, layer, **norms, eps=EPS, activation="relu")
+    with pytest.raises(InvariantError, match=r"norm has shape \[5\]"):
+        LayerTail(layer, gate_up, layer, **{**norms, "pre_mlp_norm": torch.ones(5)}, eps=EPS, activation="silu")
+    with pytest.raises(ConfigError, match="attended has 2 rows; x has 3"):
+        tail(random(3, WIDTH), random(2, ATTENDED))
