@@ -41,7 +41,7 @@ STACKS = {
     "full in the middle": ([sliding(9), sliding(40), FULL, chunked(20), sliding(9)], {}),
     "windows only": ([sliding(12)] * 5, {}),
     "the last layers read others' KV": ([sliding(20), FULL, sliding(20), sliding(20), FULL], {3: 2, 4: 1}),
-    "the owner's window is read later": ([FULL, sliding(20), FULL, sliding(20)], {3: 1}),
+    "a layer reads another's window for the one above": ([FULL, *[sliding(20)] * 3], {2: 1}),
 }
 BACKENDS = [ReferenceBackend(), TorchBackend()]
 if (kernels := attention_kernels()) is not None:
