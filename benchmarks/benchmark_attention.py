@@ -3,10 +3,12 @@
     python benchmarks/benchmark_attention.py --threads 2 --output-json attention.json
     python benchmarks/benchmark_attention.py --workload decode-64-window --page-size 16 --page-size 128
 
-A figure is the best of several steps that take turns with each other and with the measurement of the peaks: all of
-them suffer alike from what else the machine does. A step goes through layers that have pages of their own, scattered
-in one arena larger than the caches, writes K and V, and attends; what a backend derives from fresh metadata counts.
-GB/s are of the K and V that queries see, each read once; GFLOP/s are of the (query, key) pairs that are not masked.
+A figure is the median of several steps that take turns with each other and with the measurement of the peaks, whose
+medians over the same turns they are compared with: all of them suffer alike from what else the machine does. A step
+goes through the model's 15 sliding or 3 full layers (more of them where these would fit the caches), laid out as the
+engine does: a page holds one block of every layer, and pages are scattered over one arena, up to 1.3 GB. It writes K
+and V and attends; what a backend derives from fresh metadata, once for all layers, counts. GB/s are of the K and V that
+queries see, each read once; GFLOP/s are of the (query, key) pairs that are not masked.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from lamella.native.library import Int, Pointer, load_library
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, WINDOW_TOKENS = 4, 1, 256, 512
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ARENA_BYTES = 2**27  # at least so many bytes of pages, if that takes no more than MAX_LAYERS layers
-MAX_LAYERS = 15
+NUM_SLIDING_LAYERS, NUM_FULL_LAYERS = 15, 3
+ARENA_BYTES = 2**27  # at least so many bytes of pages, if that takes no more than NUM_SLIDING_LAYERS layers
 STREAM_BYTES = 2**28
 
 
@@ -71,7 +73,7 @@ class Measurement:
     page_tokens: int
     kv_dtype: str
     num_threads: int
-    layer_ms: float  # the best step / layers
+    layer_ms: float  # the median step / layers
     gigabytes_per_second: float
     gigaflops: float
     peak_gigabytes_per_second: float | None  # None: not measured, for there is no native library
@@ -79,22 +81,20 @@ class Measurement:
 
 
 class Peaks:
-    """The best that was seen so far; nothing without the native library, or off the CPU."""
+    """What the processor reaches at best; not measured without the native library, or off the CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self.gigaflops: float | None = None
-        self.gigabytes_per_second: float | None = None
         self._library = load_library() if device.type == "cpu" else None
         if self._library is not None:
             self._gflops = self._library.function("peak_gflops", Int, restype=ctypes.c_double)
             self._read = self._library.function("read_gbps", Pointer, Int, restype=ctypes.c_double)
             self._data = torch.ones(STREAM_BYTES // 4)
 
-    def measure(self) -> None:
-        if self._library is not None:
-            read = self._read(self._data.data_ptr(), self._data.numel())
-            self.gigaflops = max(self.gigaflops or 0.0, self._gflops(2_000_000))
-            self.gigabytes_per_second = max(self.gigabytes_per_second or 0.0, read)
+    def measure(self) -> tuple[float, float] | None:
+        """GB/s that are read, GFLOP/s of fused multiply-adds."""
+        if self._library is None:
+            return None
+        return self._read(self._data.data_ptr(), self._data.numel()), self._gflops(2_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,10 @@ def make_pages(
 
     layer_bytes = page_tokens * spec.token_bytes
     num_ids = int(widths.sum()) + 1
-    num_layers = min(MAX_LAYERS, -(-ARENA_BYTES // (num_ids * layer_bytes)))
+    num_layers = max(
+        NUM_SLIDING_LAYERS if workload.is_windowed else NUM_FULL_LAYERS,
+        min(NUM_SLIDING_LAYERS, -(-ARENA_BYTES // (num_ids * layer_bytes))),
+    )
     unit_bytes = layer_bytes * num_layers
     arena = torch.zeros(num_ids * unit_bytes, dtype=torch.uint8, device=device)
     arena.view(dtype).normal_()
@@ -188,11 +191,14 @@ def measure(
     all_pages = [make_pages(backend, workload, page_tokens, dtype, device) for backend in backends]
     num_tokens = sum(num_new for _, num_new in workload.requests)
     inputs = [torch.randn(num_tokens, heads, HEAD_DIM, device=device).to(dtype) for heads in (NUM_HEADS, 1, 1)]
-    seconds = [float("inf")] * len(backends)
-    for _ in range(num_steps):
-        peaks.measure()
+    seconds = np.empty((num_steps, len(backends)))
+    measured_peaks = []
+    for step in range(num_steps):
+        measured_peaks.append(peaks.measure())
         for i, backend in enumerate(backends):
-            seconds[i] = min(seconds[i], layer_seconds(backend, all_pages[i], inputs, device))
+            seconds[step, i] = layer_seconds(backend, all_pages[i], inputs, device)
+    known_peaks = [peak for peak in measured_peaks if peak is not None]
+    read_peak, flops_peak = np.median(known_peaks, axis=0).tolist() if known_peaks else (None, None)
     pages = all_pages[0]
     num_bytes = pages.num_keys_read * pages.spec.token_bytes
     flops = 2 * pages.num_pairs * NUM_HEADS * 2 * HEAD_DIM
@@ -203,13 +209,13 @@ def measure(
             page_tokens,
             kv_dtype,
             torch.get_num_threads(),
-            best * 1e3,
-            num_bytes / best / 1e9,
-            flops / best / 1e9,
-            peaks.gigabytes_per_second,
-            peaks.gigaflops,
+            median * 1e3,
+            num_bytes / median / 1e9,
+            flops / median / 1e9,
+            read_peak,
+            flops_peak,
         )
-        for backend, best in zip(backends, seconds, strict=True)
+        for backend, median in zip(backends, np.median(seconds, axis=0).tolist(), strict=True)
     ]
 
 
@@ -240,7 +246,7 @@ def markdown(measurements: list[Measurement]) -> str:
 @click.option("--kv-dtype", type=click.Choice(list(DTYPES)), default="float32")
 @click.option("--device", default="cpu")
 @click.option("--threads", type=click.IntRange(min=1), help="[default: torch's]")
-@click.option("--steps", "num_steps", type=click.IntRange(min=1), default=7, help="the best counts")
+@click.option("--steps", "num_steps", type=click.IntRange(min=1), default=9, help="their median counts")
 @click.option("--output-json", type=click.Path(), help="file for a list of one object per figure")
 @click.option("--output-markdown", type=click.Path(), help="file for the table")
 def main(workloads, names, page_sizes, kv_dtype, device, threads, num_steps, output_json, output_markdown) -> None:

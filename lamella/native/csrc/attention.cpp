@@ -274,11 +274,11 @@ private:
         }
     }
 
-    void add(int64_t first_row, int64_t num_rows, Range tokens, int64_t column, const float* upcoming) {
+    void add(int64_t first_row, int64_t num_rows, Range tokens, Range columns, const float* upcoming) {
         if (tokens.is_empty()) return;
         TILE_KERNELS.add[num_rows - 1](
-            {values_, column * SUB_PAGE, tokens.first, tokens.stop, scratch_.scores + first_row * BLOCK,
-             scratch_.sums + first_row * pages_.v_dim + column, pages_.v_dim, upcoming});
+            {values_, tokens.first, tokens.stop, columns.first, columns.stop, scratch_.scores + first_row * BLOCK,
+             scratch_.sums + first_row * pages_.v_dim, pages_.v_dim, upcoming});
     }
 
     // One query, so all rows see the same keys: V is read in the order in which it lies in memory, which is what
@@ -288,18 +288,18 @@ private:
         for (int64_t panel = seen.first_panel(); panel < seen.stop_panel(); panel++) {
             const float* upcoming = panel + 1 == seen.stop_panel() ? upcoming_ : values_[panel + 1];
             const Range tokens = {std::max(seen.first, panel * PANEL), std::min(seen.stop, (panel + 1) * PANEL)};
-            for (int64_t column = 0; column < pages_.v_dim; column += PANEL)
-                for (int64_t group = 0; group < num_groups_; group++) {
-                    const RowGroup& rows = scratch_.groups[group];
-                    add(rows.first_row, rows.num_rows, tokens, column, upcoming + column * SUB_PAGE);
-                }
+            for (int64_t group = 0; group < num_groups_; group++) {
+                const RowGroup& rows = scratch_.groups[group];
+                add(rows.first_row, rows.num_rows, tokens, {0, pages_.v_dim}, upcoming);
+            }
         }
     }
 
     // Many rows: 16 columns of the block's V stay in the first-level cache for all of them. A key that not all rows of
     // a group see is added row by row, before or after the others, and never multiplied for the rest: V may be NaN.
     void add_by_column(int64_t block) {
-        for (int64_t column = 0; column < pages_.v_dim; column += PANEL)
+        for (int64_t column = 0; column < pages_.v_dim; column += PANEL) {
+            const Range columns = {column, column + PANEL};
             for (int64_t group = 0; group < num_groups_; group++) {
                 const RowGroup& rows = scratch_.groups[group];
                 const Range some = rows.some.in_block(block);
@@ -310,14 +310,15 @@ private:
                 const int64_t stop_row = rows.first_row + rows.num_rows;
                 for (int64_t row = rows.first_row; row < stop_row; row++) {
                     const Range seen = scratch_.seen[row].in_block(block);
-                    add(row, 1, {seen.first, std::min(seen.stop, all.first)}, column, here);
+                    add(row, 1, {seen.first, std::min(seen.stop, all.first)}, columns, here);
                 }
-                add(rows.first_row, rows.num_rows, all, column, here);
+                add(rows.first_row, rows.num_rows, all, columns, here);
                 for (int64_t row = rows.first_row; row < stop_row; row++) {
                     const Range seen = scratch_.seen[row].in_block(block);
-                    add(row, 1, {std::max(seen.first, all.stop), seen.stop}, column, here);
+                    add(row, 1, {std::max(seen.first, all.stop), seen.stop}, columns, here);
                 }
             }
+        }
     }
 
     void finish(float* out) const {

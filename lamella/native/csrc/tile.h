@@ -12,14 +12,18 @@
 constexpr int ROW_TILE = VEC_LANES == 16 ? 12 : 6;
 constexpr int64_t BLOCK = 128;  // keys whose scores are held at once
 constexpr int64_t BLOCK_PANELS = BLOCK / PANEL;
-constexpr int TO_FIRST_LEVEL = 3;
+
+// Memory is fetched this many of a panel's rows before it is multiplied. Farther ahead is no faster: a core has few
+// misses in flight, and drops what it is asked to fetch beyond them.
+constexpr int64_t ROWS_AHEAD = PANEL;
+LAMELLA_INLINE void fetch(const float* row) { __builtin_prefetch(row, 0, 3); }
 
 struct ScoreTile {
     const float* queries;  // [k_dim][ROW_TILE]
     const float* keys;     // [k_dim][PANEL]
     int64_t k_dim;
     float* scores;         // [rows][BLOCK], PANEL columns of each are written
-    const float* upcoming; // memory to fetch meanwhile, as long as `keys`
+    const float* upcoming; // what is read next
 };
 
 template <int ROWS>
@@ -27,19 +31,21 @@ void score_rows(const ScoreTile& tile) {
     Vec sums[ROWS][PANEL_VECS] = {};
     const float* queries = tile.queries;
     const float* keys = tile.keys;
-    const float* const stop = keys + tile.k_dim * PANEL;
-    const int64_t ahead = tile.upcoming - tile.keys;
+    for (int64_t left = tile.k_dim; left; left -= ROWS_AHEAD) {
+        const float* const stop = keys + ROWS_AHEAD * PANEL;
+        const int64_t ahead = (left > ROWS_AHEAD ? stop : tile.upcoming) - keys;
 #pragma GCC unroll 1
-    for (; keys != stop; keys += PANEL, queries += ROW_TILE) {
-        __builtin_prefetch(keys + ahead, 0, TO_FIRST_LEVEL);
-        Vec key[PANEL_VECS];
+        for (; keys != stop; keys += PANEL, queries += ROW_TILE) {
+            fetch(keys + ahead);
+            Vec key[PANEL_VECS];
 #pragma GCC unroll 4
-        for (int vec = 0; vec < PANEL_VECS; vec++) key[vec] = load(keys + vec * VEC_LANES);
+            for (int vec = 0; vec < PANEL_VECS; vec++) key[vec] = load(keys + vec * VEC_LANES);
 #pragma GCC unroll 16
-        for (int row = 0; row < ROWS; row++) {
-            const Vec query = broadcast(queries[row]);
+            for (int row = 0; row < ROWS; row++) {
+                const Vec query = broadcast(queries[row]);
 #pragma GCC unroll 4
-            for (int vec = 0; vec < PANEL_VECS; vec++) sums[row][vec] = fma(query, key[vec], sums[row][vec]);
+                for (int vec = 0; vec < PANEL_VECS; vec++) sums[row][vec] = fma(query, key[vec], sums[row][vec]);
+            }
         }
     }
 #pragma GCC unroll 16
@@ -50,49 +56,54 @@ void score_rows(const ScoreTile& tile) {
 }
 
 struct ValueTile {
-    const float* const* panels; // V of each sub-page of the block
-    int64_t panel_offset;       // from there to the wanted columns, [PANEL tokens][PANEL]
+    const float* const* panels; // V of each sub-page of the block, [v_dim / PANEL][PANEL tokens][PANEL]
     int64_t first, stop;        // the tokens of the block to add
+    int64_t first_column, stop_column;
     const float* weights;       // [rows][BLOCK]
-    float* sums;                // [rows][sums_stride], PANEL columns of each are added to
-    int64_t sums_stride;
-    const float* upcoming;      // memory to fetch meanwhile, PANEL floats for each token
+    float* sums;                // [rows][v_dim]
+    int64_t v_dim;
+    const float* upcoming;      // what is read next
 };
 
 template <int ROWS>
 void add_values(const ValueTile& tile) {
-    Vec sums[ROWS][PANEL_VECS];
+    for (int64_t column = tile.first_column; column < tile.stop_column; column += PANEL) {
+        float* const column_sums = tile.sums + column;
+        Vec sums[ROWS][PANEL_VECS];
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; row++)
+        for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 4
-        for (int vec = 0; vec < PANEL_VECS; vec++)
-            sums[row][vec] = load(tile.sums + row * tile.sums_stride + vec * VEC_LANES);
-    const float* upcoming = tile.upcoming;
-    for (int64_t token = tile.first; token < tile.stop;) {
-        const float* values = tile.panels[token / PANEL] + tile.panel_offset + token % PANEL * PANEL;
-        const float* weights = tile.weights + token;
-        const int64_t panel_stop = (token / PANEL + 1) * PANEL;
-        token = panel_stop < tile.stop ? panel_stop : tile.stop;
-        const float* const stop = tile.weights + token;
+            for (int vec = 0; vec < PANEL_VECS; vec++)
+                sums[row][vec] = load(column_sums + row * tile.v_dim + vec * VEC_LANES);
+        const bool is_last = column + PANEL >= tile.stop_column;
+        const float* ahead = is_last ? tile.upcoming : tile.panels[tile.first / PANEL] + (column + PANEL) * PANEL;
+        for (int64_t token = tile.first; token < tile.stop;) {
+            const float* values = tile.panels[token / PANEL] + (column + token % PANEL) * PANEL;
+            const float* weights = tile.weights + token;
+            const int64_t panel_stop = (token / PANEL + 1) * PANEL;
+            token = panel_stop < tile.stop ? panel_stop : tile.stop;
+            const float* const stop = tile.weights + token;
 #pragma GCC unroll 1
-        for (; weights != stop; weights++, values += PANEL, upcoming += PANEL) {
-            __builtin_prefetch(upcoming, 0, TO_FIRST_LEVEL);
-            Vec value[PANEL_VECS];
+            for (; weights != stop; weights++, values += PANEL, ahead += PANEL) {
+                fetch(ahead);
+                Vec value[PANEL_VECS];
 #pragma GCC unroll 4
-            for (int vec = 0; vec < PANEL_VECS; vec++) value[vec] = load(values + vec * VEC_LANES);
+                for (int vec = 0; vec < PANEL_VECS; vec++) value[vec] = load(values + vec * VEC_LANES);
 #pragma GCC unroll 16
-            for (int row = 0; row < ROWS; row++) {
-                const Vec weight = broadcast(weights[row * BLOCK]);
+                for (int row = 0; row < ROWS; row++) {
+                    const Vec weight = broadcast(weights[row * BLOCK]);
 #pragma GCC unroll 4
-                for (int vec = 0; vec < PANEL_VECS; vec++) sums[row][vec] = fma(weight, value[vec], sums[row][vec]);
+                    for (int vec = 0; vec < PANEL_VECS; vec++)
+                        sums[row][vec] = fma(weight, value[vec], sums[row][vec]);
+                }
             }
         }
-    }
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; row++)
+        for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 4
-        for (int vec = 0; vec < PANEL_VECS; vec++)
-            store(tile.sums + row * tile.sums_stride + vec * VEC_LANES, sums[row][vec]);
+            for (int vec = 0; vec < PANEL_VECS; vec++)
+                store(column_sums + row * tile.v_dim + vec * VEC_LANES, sums[row][vec]);
+    }
 }
 
 // The kernels by number of rows, 1 to ROW_TILE, at index rows - 1.
