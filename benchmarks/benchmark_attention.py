@@ -3,8 +3,8 @@
     python benchmarks/benchmark_attention.py --threads 2 --output-json attention.json
     python benchmarks/benchmark_attention.py --workload decode-64-window --page-size 16 --page-size 128
 
-A figure is the median of several steps that take turns with each other and with the measurement of the peaks, whose
-medians over the same turns they are compared with: all of them suffer alike from what else the machine does. A step
+A figure is the best of several steps that take turns with each other and with the measurement of the peaks, and is
+compared with the best peaks of the same turns: all of them suffer alike from what else the machine does. A step
 goes through the model's 15 sliding or 3 full layers (more of them where these would fit the caches), laid out as the
 engine does: a page holds one block of every layer, and pages are scattered over one arena, up to 1.3 GB. It writes K
 and V and attends; what a backend derives from fresh metadata, once for all layers, counts. GB/s are of the K and V that
@@ -73,7 +73,7 @@ class Measurement:
     page_tokens: int
     kv_dtype: str
     num_threads: int
-    layer_ms: float  # the median step / layers
+    layer_ms: float  # the best step / layers
     gigabytes_per_second: float
     gigaflops: float
     peak_gigabytes_per_second: float | None  # None: not measured, for there is no native library
@@ -198,7 +198,7 @@ def measure(
         for i, backend in enumerate(backends):
             seconds[step, i] = layer_seconds(backend, all_pages[i], inputs, device)
     known_peaks = [peak for peak in measured_peaks if peak is not None]
-    read_peak, flops_peak = np.median(known_peaks, axis=0).tolist() if known_peaks else (None, None)
+    read_peak, flops_peak = np.max(known_peaks, axis=0).tolist() if known_peaks else (None, None)
     pages = all_pages[0]
     num_bytes = pages.num_keys_read * pages.spec.token_bytes
     flops = 2 * pages.num_pairs * NUM_HEADS * 2 * HEAD_DIM
@@ -209,13 +209,13 @@ def measure(
             page_tokens,
             kv_dtype,
             torch.get_num_threads(),
-            median * 1e3,
-            num_bytes / median / 1e9,
-            flops / median / 1e9,
+            best * 1e3,
+            num_bytes / best / 1e9,
+            flops / best / 1e9,
             read_peak,
             flops_peak,
         )
-        for backend, median in zip(backends, np.median(seconds, axis=0).tolist(), strict=True)
+        for backend, best in zip(backends, seconds.min(axis=0).tolist(), strict=True)
     ]
 
 
@@ -246,7 +246,7 @@ def markdown(measurements: list[Measurement]) -> str:
 @click.option("--kv-dtype", type=click.Choice(list(DTYPES)), default="float32")
 @click.option("--device", default="cpu")
 @click.option("--threads", type=click.IntRange(min=1), help="[default: torch's]")
-@click.option("--steps", "num_steps", type=click.IntRange(min=1), default=9, help="their median counts")
+@click.option("--steps", "num_steps", type=click.IntRange(min=1), default=9, help="the best counts")
 @click.option("--output-json", type=click.Path(), help="file for a list of one object per figure")
 @click.option("--output-markdown", type=click.Path(), help="file for the table")
 def main(workloads, names, page_sizes, kv_dtype, device, threads, num_steps, output_json, output_markdown) -> None:
