@@ -173,6 +173,7 @@ def test_prompts_are_taken_in_alone_and_whole():
     assert not scheduler.has_requests
     assert cost.prompts == 5
     assert 0 < max(cost.add_us_p50, cost.schedule_us_p50, cost.update_us_p50) < cost.total_us_p50
+    assert 0 < cost.cache_us_p50 < cost.schedule_us_p50 + cost.update_us_p50
     smaller = build_scheduler(LAMELLA, specs, replace(limits, max_num_batched_tokens=64), budget_bytes=2**30,
                               max_model_len=208)  # fmt: skip
     with pytest.raises(CapacityError, match="64 of a prompt's 200 tokens"):

@@ -210,14 +210,17 @@ def test_repeats_of_a_decode_are_one_row():
 
 
 def test_repeats_of_prompts_are_one_row():
-    runs = [PromptCost.of([(1e-6 * run, 1e-5 * run, 1e-4 * run), (3e-6, 3e-5, 3e-4)]) for run in (1, 5, 7)]
+    runs = [
+        PromptCost.of([(1e-6 * run, 1e-5 * run, 1e-4 * run), (3e-6, 3e-5, 3e-4)], [2e-5 * run, 4e-5])
+        for run in (1, 5, 7)
+    ]
     results = [result("lamella", cost, budget=None, trace="prompts", repeat=index) for index, cost in enumerate(runs)]
     results.append(result("vllm", REFUSED, budget=None, trace="prompts", interval=None))
     _, _, *rows = rows_of(prompt_report(results))
     # Medians of a run: of 111 µs and 333 µs, 555 and 333, 777 and 333: 222, 444 and 555.
     assert rows == [
-        ["prompts", "gpt-oss-20b", "lamella", "16", "3", "4", "40", "400", "444", "222", "111"],
-        ["prompts", "gpt-oss-20b", "vllm", "", "1", "refused: no room", *[""] * 5],
+        ["prompts", "gpt-oss-20b", "lamella", "16", "3", "4", "40", "400", "70", "444", "222", "111"],
+        ["prompts", "gpt-oss-20b", "vllm", "", "1", "refused: no room", *[""] * 6],
     ]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -225,11 +226,15 @@ def prompt_cost(scheduler: Scheduler, *, num_prompt_tokens: int, num_prompts: in
     driver = Driver(scheduler, budget_bytes=budget_bytes)
     rng = np.random.default_rng(0)
     seconds: list[tuple[float, float, float]] = []
+    cache_seconds: list[float] = []
+    cache = _TimedCalls(scheduler.manager, ("match", "commit_ahead", "commit"))
     for index in range(num_prompts):
         prompt = rng.integers(0, 200_000, num_prompt_tokens, dtype=np.int32)
         driver.add(f"r{index}", prompt, np.zeros(PROMPT_OUTPUT_TOKENS, dtype=np.int32))
         num_before = driver.num_computed_tokens
+        cache.seconds = 0.0
         driver.step()
+        cache_seconds.append(cache.seconds)
         seconds.append((driver.add_seconds[-1], *driver.step_seconds[-1]))
         num_computed = driver.num_computed_tokens - num_before
         if num_computed != num_prompt_tokens:
@@ -238,7 +243,26 @@ def prompt_cost(scheduler: Scheduler, *, num_prompt_tokens: int, num_prompts: in
                 "memory does not allow a larger chunk; use shorter prompts"
             )
         driver.step()
-    return PromptCost.of(seconds)
+    return PromptCost.of(seconds, cache_seconds)
+
+
+class _TimedCalls:
+    """`seconds` spent in the methods `names` of `target`."""
+
+    def __init__(self, target: object, names: Sequence[str]) -> None:
+        self.seconds = 0.0
+        for name in names:
+            setattr(target, name, self._timed(getattr(target, name)))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return call
 
 
 def decode_prompts(num_requests: int, context_tokens: int, num_steps: int) -> list[tuple[np.ndarray, np.ndarray]]:

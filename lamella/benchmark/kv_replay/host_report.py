@@ -39,8 +39,8 @@ def decode_report(results: Sequence[Result]) -> str:
 def prompt_report(results: Sequence[Result]) -> str:
     """Each figure is the median over runs of a run's median over its prompts, but for the last two."""
     columns = (
-        *_CELL_COLUMNS, "add µs", "schedule µs", "update µs", "total µs", "total µs, least median",
-        "total µs, least of all",
+        *_CELL_COLUMNS, "add µs", "schedule µs", "update µs", "of these match + insert µs", "total µs",
+        "total µs, least median", "total µs, least of all",
     )  # fmt: skip
     rows = []
     for runs in _repeats(results):
@@ -50,15 +50,17 @@ def prompt_report(results: Sequence[Result]) -> str:
             rows.append([*first, *refusal_cells(runs[0], len(columns) - len(first))])
             continue
         totals = [cost.total_us_p50 for cost in costs]
+        cache = [cost.cache_us_p50 for cost in costs if cost.cache_us_p50 is not None]
         figures = [
             statistics.median(cost.add_us_p50 for cost in costs),
             statistics.median(cost.schedule_us_p50 for cost in costs),
             statistics.median(cost.update_us_p50 for cost in costs),
+            statistics.median(cache) if cache else None,
             statistics.median(totals),
             min(totals),
             min(cost.total_us_min for cost in costs),
         ]
-        rows.append([*first, *(f"{figure:.0f}" for figure in figures)])
+        rows.append([*first, *("" if figure is None else f"{figure:.0f}" for figure in figures)])
     return table(columns, rows)
 
 

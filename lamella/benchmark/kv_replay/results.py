@@ -83,7 +83,8 @@ class Measurements:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCost:
     """Host time, in microseconds, of taking in prompts that nothing cached begins, each computed in one step in
-    which nothing else runs. total is add + schedule + update of a prompt; medians over `prompts` prompts."""
+    which nothing else runs. total is add + schedule + update of a prompt; medians over `prompts` prompts.
+    cache_us_p50: of that, looking it up in the prefix cache and entering its blocks; None where nobody measured it."""
 
     prompts: int
     add_us_p50: float
@@ -91,10 +92,13 @@ class PromptCost:
     update_us_p50: float
     total_us_p50: float
     total_us_min: float
+    cache_us_p50: float | None = None
 
     @classmethod
-    def of(cls, seconds: Sequence[tuple[float, float, float]]) -> PromptCost:
-        """seconds: (add, schedule, update) of each prompt."""
+    def of(
+        cls, seconds: Sequence[tuple[float, float, float]], cache_seconds: Sequence[float] | None = None
+    ) -> PromptCost:
+        """seconds: (add, schedule, update) of each prompt. cache_seconds: of each, what the prefix cache took."""
         totals = [1e6 * sum(parts) for parts in seconds]
         add, schedule, update = (1e6 * statistics.median(part) for part in zip(*seconds, strict=True))
         return cls(
@@ -104,6 +108,7 @@ class PromptCost:
             update_us_p50=update,
             total_us_p50=statistics.median(totals),
             total_us_min=min(totals),
+            cache_us_p50=None if cache_seconds is None else 1e6 * statistics.median(cache_seconds),
         )
 
 

@@ -23,9 +23,14 @@ def load(settings):
         config.max_new_tokens = output_tokens
         config.ignore_eos = True
         config.do_sample = False
-        tensors = [openvino.Tensor(np.array([ids], dtype=np.int64)) for ids in prompts]
-        results = pipeline.generate(tensors, [config] * len(tensors))
-        return [result.m_generation_ids[0] for result in results]
+
+        def answers(some):
+            tensors = [openvino.Tensor(np.array([ids], dtype=np.int64)) for ids in some]
+            return [result.m_generation_ids[0] for result in pipeline.generate(tensors, [config] * len(tensors))]
+
+        # It looks for cached prefixes as requests come, so one that many share is there only after a first request.
+        first = prompts[:1] if shared_tokens else []
+        return (answers(first) if first else []) + answers(prompts[len(first) :])
 
     return generate, {
         "max_num_seqs": scheduler.max_num_seqs,
