@@ -161,7 +161,7 @@ def attend(
     return out
 
 
-BACKEND_NAMES = ("auto", "native", "torch", "reference")
+BACKEND_NAMES = ("auto", "native", "triton", "torch", "reference")
 
 
 def choose_backend(
@@ -175,7 +175,7 @@ def choose_backend(
     """The backend called `name`, or for "auto" the fastest that runs on `device` and can keep KV of `specs` in `dtype`
     and pages of `page_tokens`; the log says which and why.
 
-    Raises ConfigError for a name that is not known, and for "native" where it cannot be used.
+    Raises ConfigError for a name that is not known, and for "native" and "triton" where they cannot be used.
     """
     if name not in BACKEND_NAMES:
         raise ConfigError(f"attention_backend={name!r} is not known; choose one of {', '.join(BACKEND_NAMES)}")
@@ -186,10 +186,16 @@ def choose_backend(
         backend, reason = ReferenceBackend(), "asked for"
     elif name == "torch":
         backend, reason = _torch_backend(), "asked for"
-    elif device.type != "cpu":
+    elif name == "triton" or device.type != "cpu":
         if name == "native":
             raise ConfigError(f"attention_backend='native' runs on the CPU, not on {device}; choose 'torch' or 'auto'")
-        backend, reason = _torch_backend(), f"for {device}"
+        problem = _triton_problem(device, specs)
+        if problem is None:
+            backend, reason = _triton_backend(), f"for {device}"
+        elif name == "triton":
+            raise ConfigError(f"attention_backend='triton' cannot be used: {problem}; 'auto' and 'torch' work")
+        else:
+            backend, reason = _torch_backend(), f"not triton: {problem}"
     else:
         from lamella.attention.native_backend import NativeBackend, native_supports
         from lamella.native.attention import attention_kernels
@@ -216,3 +222,27 @@ def _torch_backend() -> AttentionBackend:
     from lamella.attention.torch_backend import TorchBackend
 
     return TorchBackend()
+
+
+def _triton_problem(device: torch.device, specs: Sequence[KVCacheSpec]) -> str | None:
+    """Why the triton kernels cannot run on `device` or keep KV of `specs`; None if they can."""
+    try:
+        import triton
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
+    if device.type == "cpu" and not triton.knobs.runtime.interpret:
+        return (
+            "without a GPU its kernels run only in Triton's interpreter, which is for tests; for that, set "
+            "TRITON_INTERPRET=1 before Python starts"
+        )
+    if device.type not in ("cpu", "cuda"):
+        return f"its kernels run on CUDA and ROCm devices, not on {device}"
+    from lamella.attention.triton.shapes import unsupported
+
+    return next(filter(None, map(unsupported, specs)), None)
+
+
+def _triton_backend() -> AttentionBackend:
+    from lamella.attention.triton.backend import TritonBackend
+
+    return TritonBackend()

@@ -1,7 +1,17 @@
+"""Triton's kernels run here in its interpreter, unless there is a GPU. Which of the two is settled when triton is
+imported, and one process cannot do both: tests that compile kernels start processes of their own."""
+
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise pytest.UsageError("triton was imported before its interpreter could be switched on")
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +21,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    passed = [report for report in terminalreporter.stats.get("passed", []) if "/test_triton_" in report.nodeid]
+    cases = sum(value for report in passed for name, value in report.user_properties if name == "kernel_cases")
+    if cases:
+        terminalreporter.write_line(f"triton kernels: {cases} cases of kernel x shape x window")

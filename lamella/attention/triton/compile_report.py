@@ -1,0 +1,269 @@
+"""Compile every kernel for GPUs that need not be there, and say what the compilers made of it.
+
+    python -m lamella.attention.triton.compile_report --targets sm_80 sm_90 sm_100 gfx942
+
+One line per kernel, shape and target: registers, what was spilled, shared memory, matrix instructions. The exit code
+is 1 where a kernel for heads of 64 or 128 dimensions spills, one wants more shared memory than the target has, or a
+matrix kernel got no matrix instruction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lamella.attention.triton.backend import SEGMENT_TOKENS
+from lamella.attention.triton.decode import (
+    MERGE_TILE,
+    decode_constants,
+    decode_kernel,
+    merge_constants,
+    merge_kernel,
+)
+from lamella.attention.triton.device_functions import FULL, WINDOW
+from lamella.attention.triton.prefill import prefill_constants, prefill_kernel
+from lamella.attention.triton.shapes import LayerShape
+from lamella.attention.triton.tuning import Tile, choose_tile
+from lamella.attention.triton.window_indices import (
+    BLOCK,
+    advance_kernel,
+    window_indptr_kernel,
+    window_slots_kernel,
+)
+from lamella.attention.triton.write_kv import BLOCK_ELEMENTS, write_kv_kernel
+
+# Shared memory that one program may have, in bytes.
+SHARED_LIMITS = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+MATRIX_INSTRUCTIONS = ("tcgen05.mma", "wgmma.mma_async", "mma.sync", "v_mfma")
+MUST_NOT_SPILL = (64, 128)
+
+_INT64_POINTERS = (
+    "block_tables", "seq_lens", "first_blocks", "first_keys", "query_start", "slots", "indptr", "begins", "ends",
+)  # fmt: skip
+_FLOAT32_POINTERS = ("partial_sums", "partial_stats", "sinks")
+_KV_POINTERS = ("query", "keys", "values", "key", "value", "out")
+_FLOATS = ("scale", "softcap")
+# Arguments that are multiples of 16 in any real model, and that the launcher tells the compiler so.
+_ALIGNED = (
+    "keys", "values", "partial_sums", "partial_stats",
+    "query_row_stride", "query_head_stride", "out_row_stride", "key_page_stride", "value_page_stride",
+    "key_row_stride", "key_head_stride", "value_row_stride", "value_head_stride",
+)  # fmt: skip
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedShape:
+    name: str
+    shape: LayerShape
+    has_softcap: bool = False
+    has_sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One compilation: the function, its compile-time constants and tile. is_matrix: multiplies matrices."""
+
+    name: str
+    function: Any
+    constants: dict[str, Any]
+    tile: Tile
+    is_matrix: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """spilled: bytes per thread on NVIDIA, registers per thread on AMD."""
+
+    registers: int
+    spilled: int
+    shared_bytes: int
+    matrix_instructions: tuple[str, ...]
+
+
+def _shape(
+    rule: int,
+    reach: int,
+    num_kv_heads: int,
+    group: int,
+    k_dim: int,
+    v_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> LayerShape:
+    return LayerShape(
+        rule=rule,
+        reach=reach,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        k_dim=k_dim,
+        v_dim=k_dim if v_dim is None else v_dim,
+        page_tokens=16,
+        dtype=dtype,
+        in_float32=False,
+    )
+
+
+# Layers of models that people run, and the other widths.
+SHAPES = (
+    NamedShape("gpt-oss-20b window 128", _shape(WINDOW.value, 128, 8, 8, 64), has_sinks=True),
+    NamedShape("gemma-3-27b window 1024", _shape(WINDOW.value, 1024, 16, 2, 128)),
+    NamedShape("llama-3.1-8b full", _shape(FULL.value, 0, 8, 4, 128)),
+    NamedShape("gemma-3-270m window 512", _shape(WINDOW.value, 512, 1, 4, 256)),
+    NamedShape("gemma-2-9b window 4096", _shape(WINDOW.value, 4096, 8, 2, 256), has_softcap=True),
+    NamedShape("mimo-v2-flash window 128", _shape(WINDOW.value, 128, 8, 8, 192, 128), has_sinks=True),
+    NamedShape("80 dims full", _shape(FULL.value, 0, 32, 1, 80)),
+    NamedShape("96 dims window 2047", _shape(WINDOW.value, 2047, 32, 1, 96)),
+    NamedShape("512 dims full", _shape(FULL.value, 0, 1, 8, 512)),
+    NamedShape("128 dims full, fp32", _shape(FULL.value, 0, 8, 4, 128, dtype=torch.float32)),
+)
+
+
+def kernels(named: NamedShape, target: str) -> Iterator[Kernel]:
+    """Every kernel for one layer, with the tiles that `target` gets."""
+    shape = named.shape
+    is_matrix = shape.dtype != torch.float32
+
+    def tile(kernel: str) -> Tile:
+        head_dim = max(shape.k_dim, shape.v_dim)
+        return choose_tile(kernel, target, head_dim=head_dim, itemsize_bytes=shape.dtype.itemsize)
+
+    constants = decode_constants(shape, tile("decode"), SEGMENT_TOKENS, has_softcap=named.has_softcap)
+    yield Kernel("decode", decode_kernel, constants, tile("decode"), is_matrix)
+    constants = prefill_constants(shape, tile("prefill"), has_softcap=named.has_softcap, has_sinks=named.has_sinks)
+    yield Kernel("prefill", prefill_kernel, constants, tile("prefill"), is_matrix)
+    constants = merge_constants(shape, SEGMENT_TOKENS, has_sinks=named.has_sinks)
+    yield Kernel("merge", merge_kernel, constants, MERGE_TILE, False)
+    plain = Tile(block_m=1, block_n=1, num_warps=4, num_stages=1)
+    constants = {
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "K_DIM": shape.k_dim,
+        "V_DIM": shape.v_dim,
+        "PAGE_TOKENS": shape.page_tokens,
+        "BLOCK": BLOCK_ELEMENTS,
+    }
+    yield Kernel("write_kv", write_kv_kernel, constants, plain, False)
+    rule = {"RULE": shape.rule, "BLOCK": BLOCK}
+    yield Kernel("window_indptr", window_indptr_kernel, rule, plain, False)
+    rule["PAGE_TOKENS"] = shape.page_tokens
+    yield Kernel("window_slots", window_slots_kernel, rule, plain, False)
+    if shape.reach:
+        yield Kernel("advance", advance_kernel, rule, plain, False)
+
+
+def compile_kernel(kernel: Kernel, named: NamedShape, target: str) -> Measured:
+    """Compile it for `target`, "sm_NN" or "gfxNNN". Whatever the compiler raises passes."""
+    constants = dict(kernel.constants)
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, name in enumerate(kernel.function.arg_names):
+        if name == "sinks" and not named.has_sinks:
+            constants[name] = None
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in _INT64_POINTERS:
+            signature[name] = "*i64"
+        elif name in _FLOAT32_POINTERS:
+            signature[name] = "*fp32"
+        elif name in _KV_POINTERS:
+            signature[name] = f"*{_DTYPES[named.shape.dtype]}"
+        else:
+            signature[name] = "fp32" if name in _FLOATS else "i32"
+        if name in _ALIGNED:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel.function, signature, constants, attributes)
+    is_nvidia = target.startswith("sm_")
+    gpu = GPUTarget("cuda", int(target[3:]), 32) if is_nvidia else GPUTarget("hip", target, 64)
+    compiled = triton.compile(source, target=gpu, options=kernel.tile.launch_options)
+    text = compiled.asm["ptx" if is_nvidia else "amdgcn"]
+    registers, spilled = _nvidia_registers(compiled.asm["cubin"]) if is_nvidia else _amd_registers(text)
+    found = tuple(name for name in MATRIX_INSTRUCTIONS if name in text)
+    return Measured(registers, spilled, compiled.metadata.shared, found)
+
+
+def _nvidia_registers(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) per thread. Kernels without arrays have a stack only for what was spilled."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers = re.search(r"REG:(\d+)", usage)
+    stack = re.search(r"STACK:(\d+)", usage)
+    if registers is None or stack is None:
+        raise ValueError(f"cuobjdump -res-usage printed no REG and STACK: {usage!r}")
+    return int(registers[1]), int(stack[1])
+
+
+def _amd_registers(assembly: str) -> tuple[int, int]:
+    """(vector registers, of which spilled) per thread."""
+    registers = re.search(r"\.vgpr_count:\s*(\d+)", assembly)
+    spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", assembly)
+    if registers is None or spilled is None:
+        raise ValueError("the AMD assembly has no .vgpr_count and .vgpr_spill_count")
+    return int(registers[1]), int(spilled[1])
+
+
+def problem(kernel: Kernel, named: NamedShape, target: str, measured: Measured) -> str | None:
+    """What is not as it must be, or None."""
+    shape = named.shape
+    if measured.shared_bytes > SHARED_LIMITS[target]:
+        return f"{measured.shared_bytes} bytes of shared memory, {target} has {SHARED_LIMITS[target]}"
+    if kernel.is_matrix and not measured.matrix_instructions:
+        return "no matrix instruction"
+    if kernel.is_matrix and max(shape.k_dim, shape.v_dim) in MUST_NOT_SPILL and measured.spilled:
+        return f"{measured.spilled} spilled"
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compile the attention kernels and report what they need of a GPU.")
+    parser.add_argument("--targets", nargs="+", choices=sorted(SHARED_LIMITS), default=sorted(SHARED_LIMITS))
+    parser.add_argument("--shapes", default="", help="only shapes whose name contains this")
+    parser.add_argument("--kernels", nargs="+", default=None, help="only these kernels, such as decode and prefill")
+    options = parser.parse_args(arguments)
+    if triton.knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set: kernels are interpreted and cannot be compiled; unset it")
+
+    print("| target | kernel | shape | registers | spilled | shared memory, bytes | matrix instructions |")
+    print("|---|---|---|---|---|---|---|")
+    problems = []
+    # What does not depend on the shape is compiled once.
+    seen = set()
+    for target in options.targets:
+        for named in SHAPES:
+            if options.shapes not in named.name:
+                continue
+            for kernel in kernels(named, target):
+                key = (target, kernel.name, tuple(kernel.constants.items()), named.shape.dtype)
+                if key in seen or (options.kernels is not None and kernel.name not in options.kernels):
+                    continue
+                seen.add(key)
+                measured = compile_kernel(kernel, named, target)
+                wrong = problem(kernel, named, target, measured)
+                if wrong is not None:
+                    problems.append(f"{target} {kernel.name}, {named.name}: {wrong}")
+                print(
+                    f"| {target} | {kernel.name} | {named.name} | {measured.registers} | {measured.spilled} | "
+                    f"{measured.shared_bytes} | {', '.join(measured.matrix_instructions) or '-'} |",
+                    flush=True,
+                )
+    print(f"\n{len(seen)} compilations with Triton {triton.__version__}")
+    for line in problems:
+        print(f"not as it must be: {line}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""What kernels are compiled for: a layer's shape and its visibility rule as plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+from lamella.attention.backend import AttentionParams, LayerCache
+from lamella.attention.metadata import AttentionMetadata
+from lamella.attention.triton.device_functions import CHUNK, FULL, WINDOW
+from lamella.errors import ConfigError, InvariantError
+from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+MAX_HEAD_DIM = 512  # the widest that tuning.json has tiles for
+_RULES = {FullAttentionSpec: FULL.value, SlidingWindowSpec: WINDOW.value, ChunkedLocalAttentionSpec: CHUNK.value}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """group: query heads per KV head. rule, reach: the spec's visibility rule; reach is 0 where there is none.
+    in_float32: K, V and the softmax's weights are widened before they are multiplied."""
+
+    rule: int
+    reach: int
+    num_kv_heads: int
+    group: int
+    k_dim: int
+    v_dim: int
+    page_tokens: int
+    dtype: torch.dtype
+    in_float32: bool
+
+    @staticmethod
+    def of(params: AttentionParams, cache: LayerCache, query_dtype: torch.dtype) -> LayerShape:
+        spec = params.spec
+        rule, reach = visibility_rule(spec)
+        return LayerShape(
+            rule=rule,
+            reach=reach,
+            num_kv_heads=spec.num_kv_heads,
+            group=params.num_heads // spec.num_kv_heads,
+            k_dim=spec.k_dim,
+            v_dim=spec.v_dim,
+            page_tokens=cache.keys.shape[1],
+            dtype=cache.keys.dtype,
+            in_float32=query_dtype != cache.keys.dtype or _interpreter_cannot_multiply(query_dtype),
+        )
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Compile-time constants that decode and prefill share."""
+        return {
+            "RULE": self.rule,
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "GROUP": self.group,
+            "K_DIM": self.k_dim,
+            "K_PADDED": triton.next_power_of_2(max(16, self.k_dim)),
+            "V_DIM": self.v_dim,
+            "V_PADDED": triton.next_power_of_2(max(16, self.v_dim)),
+            "PAGE_TOKENS": self.page_tokens,
+            "IN_FLOAT32": self.in_float32,
+        }
+
+
+def _interpreter_cannot_multiply(dtype: torch.dtype) -> bool:
+    """The interpreter keeps bfloat16 as integers and multiplies these."""
+    return dtype == torch.bfloat16 and triton.knobs.runtime.interpret
+
+
+def visibility_rule(spec: KVCacheSpec) -> tuple[int, int]:
+    """(number of the rule, its reach in tokens or 0). Raises ConfigError for a spec that the kernels do not know."""
+    rule = _RULES.get(type(spec))
+    if rule is None:
+        raise ConfigError(
+            f"spec {type(spec).__name__} has no visibility rule in the triton kernels; use FullAttentionSpec, "
+            "SlidingWindowSpec or ChunkedLocalAttentionSpec, or attention_backend='torch'"
+        )
+    return rule, spec.reach_tokens or 0
+
+
+def unsupported(spec: KVCacheSpec) -> str | None:
+    """Why the kernels cannot keep KV of `spec`; None if they can."""
+    if type(spec) not in _RULES:
+        return f"{type(spec).__name__} has no visibility rule in its kernels"
+    if max(spec.k_dim, spec.v_dim) > MAX_HEAD_DIM:
+        return f"its heads have at most {MAX_HEAD_DIM} dimensions, not {max(spec.k_dim, spec.v_dim)}"
+    return None
+
+
+def check_tables(spec: KVCacheSpec, metadata: AttentionMetadata) -> None:
+    """Whether every block table covers what its request's first query sees, on the host's copies; once per step.
+
+    Raises InvariantError where one starts above it. (Kernels cannot raise: they would read another's memory.)
+    """
+    key = ("triton_tables", spec)
+    if key in metadata.derived:
+        return
+    first_query = metadata.seq_lens_host - np.diff(metadata.query_start_host)
+    first = np.maximum(spec.first_visible_each(first_query), metadata.first_keys_host)
+    late = np.flatnonzero(first // metadata.page_tokens < metadata.first_blocks_host)
+    if late.size:
+        raise InvariantError(
+            f"requests {late.tolist()} see keys below the first block of their tables; a table must cover every block "
+            "from the first visible key on"
+        )
+    metadata.derived[key] = True

@@ -1,0 +1,93 @@
+"""The choice of the triton backend, and a whole engine on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lamella import LLM, SamplingParams
+from lamella.attention.backend import choose_backend
+from lamella.attention.triton.tuning import choose_tile
+from lamella.errors import ConfigError
+from lamella.kv_cache.spec import FullAttentionSpec
+from tests.helpers.tiny_gemma import save_tiny_gemma
+from tests.helpers.triton_cases import DEVICE
+
+
+def generate(folder: Path, prompts: list[list[int]], max_tokens: list[int], **arguments: Any) -> list[list[int]]:
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in max_tokens]
+    defaults = {"max_model_len": 128, "kv_cache_memory_bytes": 2**21, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    arguments = defaults | arguments
+    with LLM(str(folder), check_invariants=True, dtype="float32", **arguments) as llm:
+        assert llm.engine.attention_backend == arguments["attention_backend"]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_an_engines_greedy_tokens_are_the_references(tmp_path: Path) -> None:
+    """Chunks of long prompts beside decodes: prompts that share a start, in two sliding layers (window 16) and a full
+    one."""
+    save_tiny_gemma(tmp_path, num_hidden_layers=3)
+    generator = np.random.default_rng(5)
+    prompts = [generator.integers(6, 320, size=size).tolist() for size in (3, 40, 17)]
+    prompts.append([*prompts[1][:30], 7, 8, 9])
+    max_tokens = [6, 3, 4, 2]
+    expected = generate(tmp_path, prompts, max_tokens, attention_backend="reference", device="cpu")
+    assert len({tuple(tokens) for tokens in expected}) == 4
+    assert generate(tmp_path, prompts, max_tokens, attention_backend="triton", device=DEVICE.type) == expected
+
+
+def test_auto_takes_triton_on_cuda_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lamella.attention.backend"):
+        assert choose_backend("auto", torch.device("cuda")).name == "triton"
+        assert choose_backend("auto", torch.device("cpu")).name != "triton"
+    assert "attention backend: triton (asked for 'auto' on cuda; for cuda)" in caplog.text
+
+
+def test_what_the_kernels_cannot_do_goes_to_torch_or_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    cuda = torch.device("cuda")
+    wide = FullAttentionSpec(num_kv_heads=1, k_dim=576, v_dim=512, itemsize_bytes=2)
+    with caplog.at_level(logging.INFO, logger="lamella.attention.backend"):
+        assert choose_backend("auto", cuda, specs=[wide]).name == "torch"
+    assert "at most 512 dimensions, not 576" in caplog.text
+    with pytest.raises(ConfigError, match="at most 512 dimensions, not 576"):
+        choose_backend("triton", cuda, specs=[wide])
+    with pytest.raises(ConfigError, match="CUDA and ROCm devices, not on mps"):
+        choose_backend("triton", torch.device("mps"))
+
+
+def test_without_interpreter_triton_on_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="set TRITON_INTERPRET=1 before Python starts"):
+        choose_backend("triton", torch.device("cpu"))
+
+
+def test_without_triton_cuda_takes_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
+    assert choose_backend("auto", torch.device("cuda")).name == "torch"
+    with pytest.raises(ConfigError, match="triton cannot be imported"):
+        choose_backend("triton", torch.device("cuda"))
+
+
+def test_importing_lamella_does_not_import_triton() -> None:
+    code = "import sys, lamella, lamella.attention.backend; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ.copy(), timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942", "sm_86", "default"])
+def test_every_width_has_a_tile(kernel: str, arch: str) -> None:
+    for head_dim in range(8, 513, 8):
+        for itemsize_bytes in (2, 4):
+            tile = choose_tile(kernel, arch, head_dim=head_dim, itemsize_bytes=itemsize_bytes)
+            assert 256 % tile.block_n == 0  # decode's segments are whole tiles
+    with pytest.raises(ConfigError, match=r"head dimension 513 has no .* tile"):
+        choose_tile(kernel, arch, head_dim=513, itemsize_bytes=2)
