@@ -21,7 +21,7 @@ from lamella.native.int8_head import quantize_head_rows
 from lamella.native.library import PANEL
 from lamella.native.linear import pack_rows
 
-HEAD_ENDINGS = ("head_levels", "head_scales", "head_largest_slopes", "head_norm_slopes")
+HEAD_ENDINGS = ("head_levels", "head_scales", "head_largest_slopes", "head_norm_slopes", "head_level_slopes")
 
 
 class StoredTensor(NamedTuple):
@@ -79,8 +79,8 @@ class Panels(RowForm):
     """Panels of 16 rows, [ceil(num_out / 16), num_in, 16], the last padded with zeros: what the native kernels read
     from the first byte to the last.
 
-    head: name of the language model's head. For few requests its largest scores are read from int8 weights and a bound
-    on their error (lamella.native.int8_head): those are stored as well, a quarter more.
+    head: name of the language model's head. Its largest scores are found by int8 weights and a bound on their error
+    (lamella.native.int8_head): those are stored as well, a quarter more.
     """
 
     head: str | None = None
@@ -94,7 +94,7 @@ class Panels(RowForm):
         if name == self.head:
             levels = Int8Panels().tensors(name, shape, dtype)
             slopes = StoredTensor((num_panels * PANEL,), torch.float32)
-            stored |= dict(zip(HEAD_ENDINGS, (levels["weight"], levels["scales"], slopes, slopes), strict=True))
+            stored |= dict(zip(HEAD_ENDINGS, (levels["weight"], levels["scales"], *[slopes] * 3), strict=True))
         return stored
 
     def convert(self, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -18,7 +18,8 @@ from lamella.native.arguments import require_library
 from lamella.native.int8 import LEVELS, ROWS_AT_ONCE, Int8Weight, check_activations, quantize_int8
 from lamella.native.library import PANEL, Float, Int, Pointer
 
-MAX_BEST = 64  # csrc/int8_head.cpp
+MAX_BEST = 64  # csrc/head_scan.h
+MANY_ROWS = 5  # from here on rows are rounded as well: csrc/int8_head_many.cpp
 UNIT_ROUNDOFF = 2.0**-24
 ENLARGED = 1 + 2.0**-20  # for products that the kernel rounds
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -35,6 +36,7 @@ class HeadTensors(NamedTuple):
     scales: Tensor
     largest_slopes: Tensor  # see Int8Head
     norm_slopes: Tensor
+    level_slopes: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +47,7 @@ class Int8Head:
     weight: Int8Weight
     largest_slopes: Tensor  # float32 [ceil(N / 16) * 16]: error of the score per |x|_1
     norm_slopes: Tensor  # the same per |x|_2
+    level_slopes: Tensor  # what more it can be, per |d|_2, where d is what rounding x to int8 changes
     floor: float  # error where numbers underflow
     largest: float  # at least the largest |weight|
 
@@ -52,8 +55,8 @@ class Int8Head:
         """The `num_best` largest outputs of each row of `x`, contiguous float32 [num_rows, K].
 
         Ids and values equal those of the float layer's chain of fused multiply-adds bit for bit; NaN counts as the
-        largest, as in torch. Pays for few rows (about 8 and less). Raises ConfigError for other types, shapes, or a
-        `num_best` outside of 1 to min(64, outputs).
+        largest, as in torch. Raises ConfigError for other types, shapes, or a `num_best` outside of 1 to
+        min(64, outputs).
         """
         weight = self.weight
         check_activations(x, weight.num_in)
@@ -61,22 +64,44 @@ class Int8Head:
             raise ConfigError(f"x is {list(x.shape)}; best outputs are found for [rows, {weight.num_in}]")
         if not 1 <= num_best <= min(MAX_BEST, weight.num_out):
             raise ConfigError(f"num_best is {num_best}; it can be 1 to {min(MAX_BEST, weight.num_out)}")
-        num_rows = x.shape[0]
+        if len(x) < MANY_ROWS:
+            return self._scan(_functions().few, x, num_best, ())
+        found = self._scan(_functions().many, x, num_best, (self.level_slopes.data_ptr(),))
+        undecided = (found.num_rescored < 0).nonzero()[:, 0]
+        if len(undecided):
+            again = self._scan(_functions().few, x[undecided], num_best, ())
+            for column, values in zip(found, again, strict=True):
+                column[undecided] = values
+        return found
+
+    def _scan(
+        self, function: Callable[..., None], x: Tensor, num_best: int, more_slopes: tuple[int, ...]
+    ) -> BestOutputs:
+        weight, num_rows = self.weight, x.shape[0]
         ids = torch.empty(num_rows, num_best, dtype=torch.int64)
         values = torch.empty(num_rows, num_best)
         num_rescored = torch.empty(num_rows, dtype=torch.int64)
-        _function()(
+        function(
             x.data_ptr(), weight.panels.data_ptr(), weight.scales.data_ptr(), self.largest_slopes.data_ptr(),
-            self.norm_slopes.data_ptr(), self.float_panels.data_ptr(), ids.data_ptr(), values.data_ptr(),
-            num_rescored.data_ptr(), num_rows, weight.num_out, weight.num_in, num_best, self.floor,
+            self.norm_slopes.data_ptr(), *more_slopes, self.float_panels.data_ptr(), ids.data_ptr(),
+            values.data_ptr(), num_rescored.data_ptr(), num_rows, weight.num_out, weight.num_in, num_best, self.floor,
             self.largest,
         )  # fmt: skip
         return BestOutputs(ids, values, num_rescored)
 
 
+class _Functions(NamedTuple):
+    few: Callable[..., None]
+    many: Callable[..., None]
+
+
 @functools.cache
-def _function() -> Callable[..., None]:
-    return require_library().function("int8_head", *[Pointer] * 9, *[Int] * 4, *[Float] * 2)
+def _functions() -> _Functions:
+    library = require_library()
+    return _Functions(
+        library.function("int8_head", *[Pointer] * 9, *[Int] * 4, *[Float] * 2),
+        library.function("int8_head_many", *[Pointer] * 10, *[Int] * 4, *[Float] * 2),
+    )
 
 
 def build_int8_head(float_panels: Tensor, num_out: int) -> Int8Head:
@@ -109,8 +134,9 @@ def quantize_head_rows(rows: Tensor) -> HeadTensors:
     is_finite = rows.isfinite().all(dim=1)
     rows = rows.masked_fill(~is_finite[:, None], 0.0)
     part = quantize_int8(rows)
-    slopes = [slope.masked_fill(~is_finite, torch.inf) for slope in _slopes(rows, part)]
-    return HeadTensors(part.panels, part.scales, *slopes)
+    largest_slopes, norm_slopes, level_slopes = _slopes(rows, part)
+    of_errors = [slopes.masked_fill(~is_finite, torch.inf) for slopes in (largest_slopes, norm_slopes)]
+    return HeadTensors(part.panels, part.scales, *of_errors, level_slopes)
 
 
 def assemble_head(float_panels: Tensor, tensors: HeadTensors, num_out: int) -> Int8Head:
@@ -122,16 +148,19 @@ def assemble_head(float_panels: Tensor, tensors: HeadTensors, num_out: int) -> I
     # times the other factor; the flushed weights of a whole row are in its slope
     floor = 4 * (depth + 2) * SMALLEST * max(1.0, largest)
     weight = Int8Weight(tensors.panels, tensors.scales, num_out, depth)
-    return Int8Head(float_panels, weight, tensors.largest_slopes, tensors.norm_slopes, floor, largest)
+    slopes = (tensors.largest_slopes, tensors.norm_slopes, tensors.level_slopes)
+    return Int8Head(float_panels, weight, *slopes, floor, largest)
 
 
-def _slopes(rows: Tensor, part: Int8Weight) -> tuple[Tensor, Tensor]:
-    """The bound's factors of |x|_1 and |x|_2 for each row, from errors measured in float64."""
+def _slopes(rows: Tensor, part: Int8Weight) -> tuple[Tensor, Tensor, Tensor]:
+    """The bound's factors of |x|_1, |x|_2 and |d|_2 for each row, from errors measured in float64."""
     depth = rows.shape[1]
     gamma = (depth + 8) * UNIT_ROUNDOFF / (1 - (depth + 8) * UNIT_ROUNDOFF)
     exact = rows.double()
     levels = part.levels().double()
-    error = exact - levels * part.scales.double()[:, None]
+    levels *= part.scales.double()[:, None]
+    error = exact - levels
     largest = (1 + 2 * gamma) * error.abs().amax(1) + 2 * gamma * exact.abs().amax(1) + 2 * SMALLEST
     norm = (1 + 2 * gamma) * error.norm(dim=1) + 2 * gamma * exact.norm(dim=1) + 2 * SMALLEST * depth**0.5
-    return (largest * ENLARGED).float(), (norm * ENLARGED).float()
+    level = (1 + 2 * gamma) * levels.norm(dim=1) + 2 * SMALLEST
+    return (largest * ENLARGED).float(), (norm * ENLARGED).float(), (level * ENLARGED).float()

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 
@@ -56,13 +58,14 @@ def test_best_outputs_are_those_of_the_float_chain(num_out, num_in, num_rows):
         expect_best(head, x, weight, num_best, scores)
 
 
-def test_few_columns_are_scored_again_where_one_stands_out():
+@pytest.mark.parametrize("repeats", [1, 5])
+def test_few_columns_are_scored_again_where_one_stands_out(repeats):
     generator = torch.Generator().manual_seed(0)
     weight = few_bits((4000, 64), generator)
-    x = weight[[17, 3999, 0]].contiguous()
+    x = weight[[17, 3999, 0] * repeats].contiguous()
     found = expect_best(head_of(weight), x, weight, 1)
-    assert found.ids[:, 0].tolist() == [17, 3999, 0]
-    assert found.num_rescored.tolist() == [1, 1, 1]
+    assert found.ids[:, 0].tolist() == [17, 3999, 0] * repeats
+    assert found.num_rescored.tolist() == [1, 1, 1] * repeats
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -89,14 +92,46 @@ def test_equal_columns_give_the_lowest_ids():
     assert found.num_rescored.tolist() == [300, 300]
 
 
-def test_more_candidates_than_are_kept_read_all_floats():
+@pytest.mark.parametrize("num_rows", [3, 7])
+def test_more_candidates_than_are_kept_read_all_floats(num_rows):
     generator = torch.Generator().manual_seed(4)
     weight = few_bits((1, 4), generator).repeat(70_000, 1)
     weight[65_000] += 2.0**-16
-    x = weight[:3].abs().contiguous()
+    x = weight[:num_rows].abs().contiguous()
     found = expect_best(head_of(weight), x, weight, 3)
     assert found.ids[0].tolist() == [65_000, 0, 1]
-    assert found.num_rescored.tolist() == [70_000] * 3
+    assert found.num_rescored.tolist() == [70_000] * num_rows
+
+
+def test_what_rounding_a_row_hides_is_found():
+    """Weights that int8 holds exactly, rows that it does not: the best by rounded rows is another column, so without
+    its part for the rows the bound would rule out the right one."""
+    generator = torch.Generator().manual_seed(8)
+    x = torch.randint(-3, 4, (40, 96), generator=generator) + 0.375 * torch.randint(
+        -1, 2, (40, 96), generator=generator
+    )
+    weight = torch.randint(-20, 21, (3000, 96), generator=generator).float()
+    x[:, 0] = weight[:, 0] = 127.0  # all scales are 1
+    assert not torch.equal(chain(x.round(), weight).argmax(1), chain(x, weight).argmax(1))
+    head = head_of(weight)
+    expect_best(head, x, weight, 1)
+    blind = dataclasses.replace(head, level_slopes=torch.zeros_like(head.level_slopes))
+    assert not torch.equal(blind.best(x, 1).ids, head.best(x, 1).ids)
+
+
+def test_many_rows_that_are_not_finite_take_the_float_path():
+    generator = torch.Generator().manual_seed(9)
+    weight = few_bits((300, 40), generator)
+    x = few_bits((30, 40), generator)
+    x[4, 7], x[11] = float("nan"), 3e38
+    found = head_of(weight).best(x, 2)
+    finite = [row for row in range(30) if row not in (4, 11)]
+    values, ids = chain(x[finite], weight).sort(dim=1, descending=True, stable=True)
+    assert torch.equal(found.ids[finite], ids[:, :2])
+    assert torch.equal(found.values[finite], values[:, :2])
+    assert found.ids[4].tolist() == [0, 1]
+    assert bool(found.values[4].isnan().all())
+    assert [row for row in range(30) if found.num_rescored[row] == 300] == [4, 11]
 
 
 def test_rows_that_are_not_finite_or_overflow_take_the_float_path():
@@ -122,15 +157,17 @@ def test_rows_that_are_not_finite_or_overflow_take_the_float_path():
         assert torch.equal(found.values[row].nan_to_num(nan=7.0), scores[row, order[:4]].nan_to_num(nan=7.0))
 
 
-def test_zeros_and_denormals():
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_zeros_and_denormals(repeats):
     weight = torch.zeros(50, 8)
     weight[20] = 1e-41
     weight[30, 2] = 2e-39
     x = torch.ones(2, 8)
     x[1] = 0
-    found = head_of(weight).best(x, 2)
-    assert found.ids.tolist() == [[30, 20], [0, 1]]
-    assert torch.equal(found.values, torch.stack([chain(x[:1], weight)[0, [30, 20]], torch.zeros(2)]))
+    found = head_of(weight).best(x.repeat(repeats, 1), 2)
+    assert found.ids.tolist() == [[30, 20], [0, 1]] * repeats
+    values = torch.stack([chain(x[:1], weight)[0, [30, 20]], torch.zeros(2)])
+    assert torch.equal(found.values, values.repeat(repeats, 1))
 
 
 def test_outliers_in_activations_and_weights():
@@ -163,16 +200,17 @@ def test_no_rows():
     assert head_of(torch.ones(20, 4)).best(torch.ones(0, 4), 3).ids.shape == (0, 3)
 
 
-def test_weights_that_are_not_finite_are_scored_by_the_float_weights():
+@pytest.mark.parametrize("num_rows", [3, 9])
+def test_weights_that_are_not_finite_are_scored_by_the_float_weights(num_rows):
     generator = torch.Generator().manual_seed(3)
     weight = few_bits((50, 12), generator)
     weight[7, 3], weight[21, 0], weight[40] = float("nan"), float("inf"), -float("inf")
-    x = few_bits((3, 12), generator)
+    x = few_bits((num_rows, 12), generator)
     x[1] = 0.0
     head = head_of(weight)
     scores = torch.stack([torch.stack([chain(row[None], one[None])[0, 0] for one in weight]) for row in x])
     found = head.best(x, 5)
-    for row in range(3):
+    for row in range(num_rows):
         order = sorted(range(50), key=lambda column: (not scores[row, column].isnan(), -float(scores[row, column])))
         assert found.ids[row].tolist() == order[:5], row
         assert torch.equal(found.values[row].nan_to_num(nan=7.0), scores[row, order[:5]].nan_to_num(nan=7.0))

@@ -18,12 +18,10 @@ from lamella.model_executor.operators.base import HeadScores, Projection
 from lamella.model_executor.operators.native_heads import NativeScores, scores_by_parts
 from lamella.model_executor.weight_forms import HEAD_ENDINGS, Int8Panels, Panels, WeightForm
 from lamella.native.int8 import Int8Weight, gather_rows_int8
-from lamella.native.int8_head import HeadTensors, Int8Head, assemble_head
+from lamella.native.int8_head import MAX_BEST, HeadTensors, Int8Head, assemble_head
 from lamella.native.layers import LinearLayer
 from lamella.native.library import PANEL
 from lamella.native.linear import PackedWeight, gather_rows, linear, linear_topk
-
-MAX_INT8_HEAD_ROWS = 16  # above, reading the float weights costs no more than int8 scores (docs/cpu.md)
 
 
 class LinearKind(Protocol):
@@ -60,7 +58,7 @@ class Float32Linear:
         packed = _packed(weight, 0, weight.num_out)
 
         def top(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-            if len(x) <= MAX_INT8_HEAD_ROWS and weight.name == self.weight_form.head:
+            if weight.name == self.weight_form.head and count <= MAX_BEST:
                 if self._int8_head is None:
                     self._int8_head = _int8_head(weight)
                 best = self._int8_head.best(x, count)

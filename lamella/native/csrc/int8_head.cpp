@@ -14,127 +14,13 @@
 // a little enlarged for the rounding of their products here, and `floor`, what underflow can do.
 // With lower = S - bound <= F <= S + bound = upper: the k-th best F is at least the k-th best lower, so every column of
 // the k best, and all that tie with the last of them, have an upper of at least that.
-#include <omp.h>
-
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <vector>
-
+#include "head_scan.h"
 #include "int8_blocks.h"
-#include "int8_panels.h"
 
 namespace {
 
-constexpr int64_t MAX_BEST = 64;
-constexpr size_t MAX_CANDIDATES = 16384;  // of a row in a thread; more of them, and the float weights are read at once
-constexpr int64_t DIRECT_ROWS = 4;        // as in int8.cpp
-constexpr int64_t FLOAT_GROUP = 4;        // panels of float weights at once: chains enough to hide their latency
-constexpr float SAFE_SUM = 1e37f;        // partial sums below it cannot overflow
-
-struct Head {
-    const int8_t* panels;        // int8_panels.h
-    const float* scales;         // [num_panels * 16], as the slopes
-    const float* largest_slopes;
-    const float* norm_slopes;
-    const float* float_panels;   // [num_panels][depth][16]
-    int64_t num_columns, depth, num_best;
-    float floor;
-
-    int64_t num_panels() const { return (num_columns + PANEL - 1) / PANEL; }
-};
-
-struct Candidate {
-    int64_t column;
-    float score;  // an upper bound, later the value
-};
-
-// The order of results: NaN first as torch has it, then the larger value, then the lower column.
-bool is_better(const Candidate& a, const Candidate& b) {
-    const bool a_nan = std::isnan(a.score), b_nan = std::isnan(b.score);
-    if (a_nan != b_nan) return a_nan;
-    if (!a_nan && a.score != b.score) return a.score > b.score;
-    return a.column < b.column;
-}
-
-// The best `capacity` numbers seen, in falling order; `last` is -inf until there are so many.
-struct BestLowers {
-    float values[MAX_BEST];
-    int64_t count = 0;
-    float last = -std::numeric_limits<float>::infinity();
-
-    void add(float value, int64_t capacity) {
-        if (count == capacity && value <= last) return;
-        int64_t at = count < capacity ? count++ : capacity - 1;
-        for (; at > 0 && values[at - 1] < value; at--) values[at] = values[at - 1];
-        values[at] = value;
-        if (count == capacity) last = values[capacity - 1];
-    }
-};
-
-// What one thread knows of one row.
-struct Scan {
-    BestLowers lowers;
-    std::vector<Candidate> candidates;
-    bool overflowed = false;
-
-    void drop_below(float limit) {
-        candidates.erase(std::remove_if(candidates.begin(), candidates.end(),
-                                        [limit](const Candidate& one) { return one.score < limit; }),
-                         candidates.end());
-    }
-
-    void add(int64_t column, float upper) {
-        if (candidates.size() == MAX_CANDIDATES) {
-            drop_below(lowers.last);
-            if (candidates.size() > MAX_CANDIDATES / 2) {
-                overflowed = true;
-                candidates.clear();
-            }
-        }
-        if (!overflowed) candidates.push_back({column, upper});
-    }
-};
-
-struct Norms {
-    float sum, length;  // |x|_1 and |x|_2, rounded up
-};
-
-Norms measure(const float* x, int64_t depth) {
-    double sum = 0, squares = 0;
-    for (int64_t k = 0; k < depth; k++) {
-        sum += std::fabs(double(x[k]));
-        squares += double(x[k]) * x[k];
-    }
-    return {float(sum * (1 + 1e-6)), float(std::sqrt(squares) * (1 + 1e-6))};
-}
-
-void scan_panel(const Head& head, int64_t panel, const Vec* sums, Norms norms, Scan& scan) {
-    Vec scores[PANEL_VECS], bounds[PANEL_VECS];
-    IntVec reached = {};
-    for (int vec = 0; vec < PANEL_VECS; vec++) {
-        const int64_t column = panel * PANEL + vec * VEC_LANES;
-        scores[vec] = sums[vec] * load(head.scales + column);
-        bounds[vec] = minimum(broadcast(norms.sum) * load(head.largest_slopes + column),
-                              broadcast(norms.length) * load(head.norm_slopes + column)) +
-                      broadcast(head.floor);
-        reached |= scores[vec] + bounds[vec] >= broadcast(scan.lowers.last);
-    }
-    uint64_t any[LAMELLA_VECTOR_BYTES / 8], all = 0;
-    std::memcpy(any, &reached, sizeof any);
-    for (uint64_t lanes : any) all |= lanes;
-    if (!all || scan.overflowed) return;
-    float score_of[PANEL], bound_of[PANEL];
-    std::memcpy(score_of, scores, sizeof score_of);
-    std::memcpy(bound_of, bounds, sizeof bound_of);
-    const int64_t width = std::min<int64_t>(PANEL, head.num_columns - panel * PANEL);
-    for (int64_t lane = 0; lane < width; lane++) {
-        const float upper = score_of[lane] + bound_of[lane];
-        if (upper < scan.lowers.last) continue;
-        scan.lowers.add(score_of[lane] - bound_of[lane], head.num_best);
-        scan.add(panel * PANEL + lane, upper);
-    }
-}
+constexpr int64_t DIRECT_ROWS = 4;  // as in int8.cpp
+constexpr int64_t FLOAT_GROUP = 4;  // panels of float weights at once: chains enough to hide their latency
 
 template <int ROWS, int PANELS>
 void scan_tile(const Head& head, int64_t panel, const float* x, const Norms* norms, Scan* scans) {
@@ -142,7 +28,7 @@ void scan_tile(const Head& head, int64_t panel, const float* x, const Norms* nor
     const auto tile = multiply_bytes<ROWS, PANELS>(x, head.depth, bytes, head.depth);
     for (int row = 0; row < ROWS; row++)
         for (int index = 0; index < PANELS; index++)
-            scan_panel(head, panel + index, tile.sums[row][index], norms[row], scans[row]);
+            scan_panel<false>(head, panel + index, tile.sums[row][index], norms[row], scans[row]);
 }
 
 template <int ROWS, int PANELS>
@@ -168,51 +54,8 @@ void scan_rows(const Head& head, int64_t begin, int64_t end, const float* x, int
         for (int64_t row = 0; row < num_rows; row++) {
             Vec sums[PANEL_VECS];
             std::memcpy(sums, blocks.sums + row * PANEL, sizeof sums);
-            scan_panel(head, panel, sums, norms[row], scans[row]);
+            scan_panel<false>(head, panel, sums, norms[row], scans[row]);
         }
-    }
-}
-
-// The float chains of PANELS panels with one row.
-template <int PANELS>
-void multiply_floats(const Head& head, const float* x, int64_t panel, float* out) {
-    Vec sums[PANELS][PANEL_VECS] = {};
-    const float* weights = head.float_panels + panel * head.depth * PANEL;
-    for (int64_t k = 0; k < head.depth; k++)
-#pragma GCC unroll 4
-        for (int index = 0; index < PANELS; index++)
-#pragma GCC unroll 4
-            for (int vec = 0; vec < PANEL_VECS; vec++)
-                sums[index][vec] = fma(broadcast(x[k]),
-                                       load(weights + (index * head.depth + k) * PANEL + vec * VEC_LANES),
-                                       sums[index][vec]);
-    std::memcpy(out, sums, sizeof sums);
-}
-
-// All candidates of one row, from every thread, that reach the k-th best lower bound of them all.
-std::vector<Candidate> join(const Head& head, const std::vector<std::vector<Scan>>& scans, size_t row) {
-    BestLowers lowers;
-    for (const auto& of_thread : scans)
-        for (int64_t index = 0; index < of_thread[row].lowers.count; index++)
-            lowers.add(of_thread[row].lowers.values[index], head.num_best);
-    std::vector<Candidate> joined;
-    for (const auto& of_thread : scans)
-        for (const Candidate& one : of_thread[row].candidates)
-            if (one.score >= lowers.last) joined.push_back(one);
-    std::sort(joined.begin(), joined.end(), [](const Candidate& a, const Candidate& b) { return a.column < b.column; });
-    return joined;
-}
-
-void score_again(const Head& head, const float* x, std::vector<Candidate>& candidates) {
-    const int64_t count = int64_t(candidates.size());
-#pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t index = 0; index < count; index++) {
-        const int64_t panel = candidates[index].column / PANEL;
-        if (index && candidates[index - 1].column / PANEL == panel) continue;  // done with the first of its panel
-        float values[PANEL];
-        multiply_floats<1>(head, x, panel, values);
-        for (int64_t same = index; same < count && candidates[same].column / PANEL == panel; same++)
-            candidates[same].score = values[candidates[same].column % PANEL];
     }
 }
 
@@ -258,7 +101,7 @@ LAMELLA_EXPORT void lamella_int8_head(const float* x, const int8_t* panels, cons
                                       int64_t* ids, float* values, int64_t* num_rescored, int64_t num_rows,
                                       int64_t num_columns, int64_t depth, int64_t num_best, float floor,
                                       float largest) {
-    const Head head{panels, scales, largest_slopes, norm_slopes, float_panels, num_columns, depth, num_best, floor};
+    const Head head{panels, scales, largest_slopes, norm_slopes, nullptr, float_panels, num_columns, depth, num_best, floor};
     std::vector<int64_t> scanned;  // rows
     std::vector<Norms> norms;
     std::vector<float> gathered;  // [scanned rows][depth]

@@ -1,0 +1,112 @@
+// The k best outputs of a float linear layer for many rows: as int8_head.cpp, which has the proof, but the rows are
+// rounded to int8 as well, for integer products are faster than fused multiply-adds on floats.
+//
+// With rows x = y + d, y = levels times scales as int8_products.h has them, the first scores are sum y s q, in fewer
+// roundings than the chain of int8_head.cpp has, and differ from its exact sum by |sum d s q| <= |d|_2 |s q|_2 more. The
+// caller gives level_slope = (1 + 2g) |s q|_2. The columns that this bound leaves are scored with the rows as they are
+// and int8 weights, a tile of a column's panel each, and the few that remain by the float chain.
+#include "head_scan.h"
+#include "int8_products.h"
+
+namespace {
+
+constexpr int64_t MIN_SPAN = 8;  // panels that a thread takes at once
+
+// |x - levels * scales|_2, rounded up.
+float measure_rounding(const float* x, int64_t depth) {
+    double squares = 0;
+    for (int64_t begin = 0; begin < depth; begin += GROUP_STEPS) {
+        const int64_t steps = std::min(GROUP_STEPS, depth - begin);
+        int32_t words[GROUP_PAIRS];
+        const double scale = quantize_group(x + begin, steps, words, 1);
+        for (int64_t k = 0; k < steps; k++) {
+            const int64_t within = k % LINE_STEPS, word = words[k / LINE_STEPS * 2 + within % 2];
+            const int16_t level = int16_t(within < 2 ? word : word >> 16);
+            const double rounding = double(x[begin + k]) - scale * level;
+            squares += rounding * rounding;
+        }
+    }
+    return float(std::sqrt(squares) * (1 + 1e-6));
+}
+
+// Drops candidates that the row itself, unrounded, rules out.
+void refine(const Head& head, const float* x, const Norms& norms, std::vector<Candidate>& candidates) {
+    const int64_t panel_bytes = lines_of(head.depth) * LINE_BYTES;
+    BestLowers lowers;
+    int64_t panel = -1;
+    float score_of[PANEL], bound_of[PANEL];
+    for (Candidate& one : candidates) {  // in the order of columns
+        if (one.column / PANEL != panel) {
+            panel = one.column / PANEL;
+            const auto tile = multiply_bytes<1, 1>(x, head.depth, head.panels + panel * panel_bytes, head.depth);
+            Vec scores[PANEL_VECS], bounds[PANEL_VECS];
+            bound_panel<false>(head, panel, tile.sums[0][0], norms, scores, bounds);
+            std::memcpy(score_of, scores, sizeof score_of);
+            std::memcpy(bound_of, bounds, sizeof bound_of);
+        }
+        const int64_t lane = one.column % PANEL;
+        one.score = score_of[lane] + bound_of[lane];
+        lowers.add(score_of[lane] - bound_of[lane], head.num_best);
+    }
+    drop_below(candidates, lowers.last);
+}
+
+}  // namespace
+
+// As lamella_int8_head; a row that the bound does not decide has num_rescored -1 and no result: rows with too many
+// candidates, and those whose sums could overflow or that are not finite.
+LAMELLA_EXPORT void lamella_int8_head_many(const float* x, const int8_t* panels, const float* scales,
+                                           const float* largest_slopes, const float* norm_slopes,
+                                           const float* level_slopes, const float* float_panels, int64_t* ids,
+                                           float* values, int64_t* num_rescored, int64_t num_rows, int64_t num_columns,
+                                           int64_t depth, int64_t num_best, float floor, float largest) {
+    const Head head{panels,      scales, largest_slopes, norm_slopes, level_slopes, float_panels,
+                    num_columns, depth,  num_best,       floor};
+    const int64_t num_panels = head.num_panels(), panel_bytes = lines_of(depth) * LINE_BYTES;
+    const int64_t span = std::max(MIN_SPAN, num_panels / (16 * omp_get_max_threads()));
+    Activations activations(std::min(BLOCK_ROWS, num_rows), depth);
+    std::vector<Norms> norms(num_rows);
+    std::vector<std::vector<Scan>> scans(omp_get_max_threads(), std::vector<Scan>(num_rows));
+#pragma omp parallel
+    {
+        PanelSums product;
+        std::vector<Scan>& mine = scans[omp_get_thread_num()];
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < num_rows; row++) {
+            norms[row] = measure(x + row * depth, depth);
+            norms[row].rounding = measure_rounding(x + row * depth, depth);
+        }
+        for (int64_t first = 0; first < num_rows; first += BLOCK_ROWS) {
+            const int64_t rows = std::min(BLOCK_ROWS, num_rows - first), tile_rows = even_tile(rows);
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; row += tile_rows)
+                activations.quantize_tile(x + first * depth, depth, row, std::min(tile_rows, rows - row));
+#pragma omp for schedule(dynamic, span)
+            for (int64_t panel = 0; panel < num_panels; panel++) {
+                product.multiply(panels + panel * panel_bytes, depth, rows, activations);
+                for (int64_t row = 0; row < rows; row++) {
+                    Vec sums[PANEL_VECS];
+                    std::memcpy(sums, product.sums + row * PANEL, sizeof sums);
+                    scan_panel<true>(head, panel, sums, norms[first + row], mine[first + row]);
+                }
+            }
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t row = 0; row < num_rows; row++) {
+            num_rescored[row] = -1;
+            bool decided = norms[row].sum * std::max(127.0f, largest) <= SAFE_SUM;
+            for (const auto& of_thread : scans) decided = decided && !of_thread[row].overflowed;
+            if (!decided) continue;
+            std::vector<Candidate> best = join(head, scans, row);
+            refine(head, x + row * depth, norms[row], best);
+            if (int64_t(best.size()) < num_best) continue;  // only where NaN came into the weights' copy
+            num_rescored[row] = int64_t(best.size());
+            score_again(head, x + row * depth, best);
+            std::partial_sort(best.begin(), best.begin() + num_best, best.end(), is_better);
+            for (int64_t index = 0; index < num_best; index++) {
+                ids[row * num_best + index] = best[index].column;
+                values[row * num_best + index] = best[index].score;
+            }
+        }
+    }
+}
