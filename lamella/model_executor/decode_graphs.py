@@ -27,7 +27,7 @@ CAPTURABLE_BACKENDS = ("triton",)  # their launches do not depend on the metadat
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes to capture, ascending: 1, 2, 4, multiples of 8, and the largest batch itself up to 512."""
     largest = min(max_num_seqs, LARGEST_BATCH)
-    return tuple(size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest) + (largest,)
+    return (*(size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest), largest)
 
 
 class GraphMaker(Protocol):

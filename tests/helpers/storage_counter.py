@@ -1,0 +1,60 @@
+"""Bytes of tensor storages that are alive, counted as they come and go."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class StorageCounter(TorchDispatchMode):
+    """Counts what operations make while it is entered. alive_bytes, peak_bytes: now, and the most there was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive_bytes = self.peak_bytes = 0
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage() not in known:
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        num_bytes = storage.nbytes()
+        self.alive_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+        weakref.finalize(storage, self._let_go, num_bytes)
+
+    def _let_go(self, num_bytes: int) -> None:
+        self.alive_bytes -= num_bytes
+
+
+class CountingMeter:
+    """A memory meter over a StorageCounter that is entered: a device of `total` bytes, `foreign` of them others'."""
+
+    def __init__(self, counter: StorageCounter, *, total: int, foreign: int) -> None:
+        self._counter, self._total, self._foreign = counter, total, foreign
+
+    def total_bytes(self) -> int:
+        return self._total
+
+    def free_bytes(self) -> int:
+        return self._total - self._foreign - self.held_bytes()
+
+    def held_bytes(self) -> int:
+        return self._counter.alive_bytes
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        before = self._counter.peak_bytes = self._counter.alive_bytes
+        run()
+        return self._counter.peak_bytes - before
