@@ -64,9 +64,7 @@ class RecordedGraphs:
             self.num_replays[index] += 1
             with _Trace() as replayed:
                 run()
-            for number, (before, after) in enumerate(
-                zip(captured.operations, replayed.operations, strict=True)
-            ):
+            for number, (before, after) in enumerate(zip(captured.operations, replayed.operations, strict=True)):
                 assert before == after, f"operation {number} was captured as {before} and is {after} now"
 
         return replay

@@ -16,27 +16,31 @@ class StorageCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.alive_bytes = self.peak_bytes = 0
-        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._alive: set[int] = set()  # addresses
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        known = {leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        inputs = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage() not in known:
+            if _is_tensor(leaf) and leaf.untyped_storage().data_ptr() not in inputs | self._alive:
                 self._count(leaf.untyped_storage())
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._seen:
-            return
-        self._seen.add(storage)
-        num_bytes = storage.nbytes()
-        self.alive_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
-        weakref.finalize(storage, self._let_go, num_bytes)
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        if num_bytes:
+            self._alive.add(address)
+            self.alive_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+            weakref.finalize(storage, self._let_go, address, num_bytes)
 
-    def _let_go(self, num_bytes: int) -> None:
+    def _let_go(self, address: int, num_bytes: int) -> None:
+        self._alive.discard(address)
         self.alive_bytes -= num_bytes
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 class CountingMeter:
