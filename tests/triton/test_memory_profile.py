@@ -1,4 +1,4 @@
-"""The profiling run on real tensors, whose storages are counted as they come and go: no step takes more than it says."""
+"""The profiling run on real tensors, counted as they come and go: no step takes more than it says."""
 
 from __future__ import annotations
 
