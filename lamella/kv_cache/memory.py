@@ -17,8 +17,8 @@ class MemoryProfile:
     """What takes a device's memory besides KV, in bytes.
 
     total_bytes: the device's. foreign_bytes: held outside this process's tensors: by other processes, the driver,
-    libraries. weights_bytes: held by tensors before the first step. step_bytes: the most that a step takes for its
-    time. graph_bytes: what captured graphs keep.
+    libraries. weights_bytes: held by them between steps. step_bytes: the most that a step takes for its time.
+    graph_bytes: what captured graphs keep.
     """
 
     total_bytes: int

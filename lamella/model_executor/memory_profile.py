@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -76,6 +77,7 @@ class CudaMeter:
         return torch.cuda.max_memory_reserved(self._device) - before
 
     def _settle(self) -> None:
+        gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 

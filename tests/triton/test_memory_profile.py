@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -38,16 +37,11 @@ def profiled(engine: Engine, counter: StorageCounter, num_tokens: int = NUM_TOKE
     widths = decode_table_widths(loaded.layout, max_model_len=MAX_MODEL_LEN, interval_tokens=8)
     largest = LargestBatch(NUM_REQUESTS, num_tokens, widths)
     specs = [place.params.spec for place in loaded.runner.places]
-    gc.collect()
     meter = CountingMeter(counter, total=TOTAL, foreign=FOREIGN)
     held = meter.held_bytes()
-    gc.disable()  # what the run leaves must not wait for the collector
-    try:
-        profile = profile_memory(
-            loaded.runner.model, loaded.runner.backend, loaded.layout, specs, meter, largest, with_graphs=with_graphs
-        )
-    finally:
-        gc.enable()
+    profile = profile_memory(
+        loaded.runner.model, loaded.runner.backend, loaded.layout, specs, meter, largest, with_graphs=with_graphs
+    )
     assert profile.weights_bytes == held, "the run leaves nothing behind"
     assert profile.foreign_bytes == FOREIGN
     assert profile.total_bytes == TOTAL
