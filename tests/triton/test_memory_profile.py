@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from lamella import Engine, SamplingParams
+from lamella.attention.backend import AttentionBackend
+from lamella.attention.torch_backend import TorchBackend
+from lamella.kv_cache.memory import MemoryProfile
 from lamella.kv_cache.sizing import decode_table_widths
 from lamella.model_executor.decode_graphs import batch_sizes
 from lamella.model_executor.memory_profile import GRAPH_OVERHEAD_BYTES, LargestBatch, profile_memory
@@ -32,15 +35,24 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
-def profiled(engine: Engine, counter: StorageCounter, num_tokens: int = NUM_TOKENS, *, with_graphs: bool):
+def profiled(
+    engine: Engine,
+    counter: StorageCounter,
+    num_tokens: int = NUM_TOKENS,
+    *,
+    with_graphs: bool,
+    backend: AttentionBackend | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
+) -> MemoryProfile:
     loaded = engine._require_open()
-    widths = decode_table_widths(loaded.layout, max_model_len=MAX_MODEL_LEN, interval_tokens=8)
+    backend = loaded.runner.backend if backend is None else backend
+    widths = decode_table_widths(loaded.layout, max_model_len=max_model_len, interval_tokens=8)
     largest = LargestBatch(NUM_REQUESTS, num_tokens, widths)
     specs = [place.params.spec for place in loaded.runner.places]
     meter = CountingMeter(counter, total=TOTAL, foreign=FOREIGN)
     held = meter.held_bytes()
     profile = profile_memory(
-        loaded.runner.model, loaded.runner.backend, loaded.layout, specs, meter, largest, with_graphs=with_graphs
+        loaded.runner.model, backend, loaded.layout, specs, meter, largest, with_graphs=with_graphs
     )
     assert profile.weights_bytes == held, "the run leaves nothing behind"
     assert profile.foreign_bytes == FOREIGN
@@ -85,6 +97,18 @@ def test_the_largest_tensors_are_in_the_profile(engine: Engine) -> None:
         assert step_bytes >= max(num_tokens * (2 * INTERMEDIATE + 2 * HIDDEN), NUM_REQUESTS * VOCAB_SIZE) * 4
         assert step_bytes <= 4 * (num_tokens * (2 * INTERMEDIATE + 2 * HIDDEN) + NUM_REQUESTS * VOCAB_SIZE) * 4
     assert many > 3 * few
+
+
+def test_decodes_over_the_widest_tables_are_in_the_profile(engine: Engine) -> None:
+    """The torch backend gathers what a decoding request sees: K of the whole context of each, 16 float32 a token."""
+    backend, max_model_len = TorchBackend(), 256
+    with StorageCounter() as counter:
+        profile = profiled(
+            engine, counter, NUM_REQUESTS, with_graphs=False, backend=backend, max_model_len=max_model_len
+        )
+    gathered = NUM_REQUESTS * max_model_len * 16 * 4
+    assert gathered > 3 * NUM_REQUESTS * (2 * INTERMEDIATE + 2 * HIDDEN + VOCAB_SIZE) * 4, "activations do not hide it"
+    assert gathered <= profile.step_bytes <= 4 * gathered
 
 
 def test_graphs_are_set_aside(engine: Engine) -> None:
