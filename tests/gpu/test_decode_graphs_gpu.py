@@ -20,22 +20,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replays_equal_eager_steps(folder: Path, dtype: str) -> None:
-    """And the tokens are those of an engine without graphs, in float32 the reference's too. (In bfloat16 the products
-    of a padded batch may be rounded otherwise than those of its requests alone.)"""
+    """Bit for bit. In float32 the tokens are the reference's too, and those of an engine without graphs. (In bfloat16
+    the products of a padded batch may be rounded otherwise than those of its requests alone.)"""
     with make_engine(folder, device="cuda", dtype=dtype) as engine:
-        runner = engine._require_open().runner
-        assert runner.graphs is not None
-        if dtype == "float32":  # the check reads written bytes as such
-            checked = CheckedReplays(runner)
+        checked = CheckedReplays(engine._require_open().runner)
         tokens = serve(engine)
+    assert checked.steps == GRAPH_STEPS
     if dtype == "float32":
-        assert checked.steps == GRAPH_STEPS
         with make_engine(folder, "reference") as engine:
             assert serve(engine) == tokens
         with make_engine(folder, device="cuda", enforce_eager=True) as engine:
             assert engine._require_open().runner.graphs is None
             assert serve(engine) == tokens
-    assert all(tokens)
 
 
 def test_a_graph_step_waits_for_nothing(folder: Path) -> None:
@@ -63,19 +59,17 @@ def used_and_total_bytes() -> tuple[int, int]:
 
 
 def test_memory_stays_within_utilization(folder: Path) -> None:
-    """Of 2 GiB more than is in use, the arena gets most, and serving takes no more. Compiled kernels and libraries come
-    on top of what is in use before, so the first engine only loads them."""
+    """Of 256 MiB more than is in use, the arena gets what the step and the graphs leave, and serving takes no more.
+    Compiled kernels and libraries stay, so the first engine only loads them."""
     arguments = {"model": str(folder), "device": "cuda", "max_model_len": MAX_MODEL_LEN, "page_size": 8}
     arguments |= {"max_num_seqs": 9, "max_num_batched_tokens": 40, "dtype": "float32"}
     with Engine(kv_cache_memory_bytes=2**21, **arguments) as engine:
-        serve(engine)
+        expected = serve(engine)
     used, total = used_and_total_bytes()
-    utilization = (used + 2**31) / total
+    utilization = (used + 2**28) / total
     with Engine(gpu_memory_utilization=utilization, **arguments) as engine:
-        arena_bytes = engine._require_open().runner.arena.numel()
-        assert 2**30 < arena_bytes <= 2**31
-        tokens = serve(engine)
+        assert 2**26 < engine._require_open().runner.arena.numel() <= 2**28
+        assert serve(engine) == expected
         assert used_and_total_bytes()[0] <= utilization * total
-    assert all(tokens)
     with pytest.raises(CapacityError, match="nothing is left for the KV cache"):
         Engine(gpu_memory_utilization=used / total / 2, **arguments)
