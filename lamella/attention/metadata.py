@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lamella.errors import InvariantError
 from lamella.kv_cache.spec import KVCacheSpec
 
 
@@ -67,16 +68,16 @@ class AttentionMetadata:
             seq_lens = self.seq_lens_host[requests] - num_behind
             longer = np.flatnonzero(np.diff(query_start) > 1)
             device = self.seq_lens.device
-            rows = torch.from_numpy(requests).to(device)
+            rows = to_device(requests, device)
             found = self.derived[key] = AttentionMetadata(
                 page_tokens=self.page_tokens,
                 num_decodes=int(longer[0]) if len(longer) else len(requests),
-                query_start=torch.from_numpy(query_start).to(device),
-                seq_lens=torch.from_numpy(seq_lens).to(device),
+                query_start=to_device(query_start, device),
+                seq_lens=to_device(seq_lens, device),
                 first_blocks=self.first_blocks[rows],
                 first_keys=self.first_keys[rows],
                 block_tables=self.block_tables[rows],
-                slot_mapping=self.slot_mapping[torch.from_numpy(tokens).to(device)],
+                slot_mapping=self.slot_mapping[to_device(tokens, device)],
                 query_start_host=query_start,
                 seq_lens_host=seq_lens,
                 first_blocks_host=self.first_blocks_host[requests],
@@ -88,6 +89,33 @@ class AttentionMetadata:
     @property
     def num_tokens(self) -> int:
         return int(self.query_start_host[-1])
+
+
+def require_covering_tables(
+    spec: KVCacheSpec,
+    *,
+    page_tokens: int,
+    query_start: np.ndarray,
+    seq_lens: np.ndarray,
+    first_blocks: np.ndarray,
+    first_keys: np.ndarray,
+) -> None:
+    """Raise InvariantError where a block table starts above what its request's first query sees. The arrays are the
+    host's, see AttentionMetadata. For kernels that cannot raise: they would read another's memory."""
+    first_query = seq_lens - np.diff(query_start)
+    first = np.maximum(spec.first_visible_each(first_query), first_keys)
+    late = np.flatnonzero(first // page_tokens < first_blocks)
+    if late.size:
+        raise InvariantError(
+            f"requests {late.tolist()} see keys below the first block of their tables; a table must cover every block "
+            "from the first visible key on"
+        )
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A view on a CPU; elsewhere a copy that nobody waits for, from memory that is free again when it is done."""
+    host = torch.from_numpy(array)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def window_kv_indices(spec: KVCacheSpec, metadata: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:

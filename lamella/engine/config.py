@@ -32,8 +32,11 @@ class EngineConfig:
     max_num_seqs: most requests that run at once. max_num_batched_tokens: most tokens in one step.
     page_size: tokens per KV page. swa_eviction_interval: tokens that must have left a window before
     decode frees them; None: one page.
-    kv_cache_memory_bytes: size of the KV arena; None: kv_cache_memory_fraction of the memory available
-    once the weights are loaded.
+    kv_cache_memory_bytes: size of the KV arena; None: on a CPU, kv_cache_memory_fraction of the memory available once
+        the weights are loaded; on CUDA, what gpu_memory_utilization of the device's memory leaves.
+    gpu_memory_utilization: share of a CUDA device's memory that may be in use, by whomever: what weights, the largest
+        step (measured at start-up) and captured graphs leave of it is the KV arena.
+    enforce_eager: do not capture CUDA graphs of decode steps.
     scheduling_policy: "fcfs" (first come, first served) or "prefix" (longest cached prefix first, nobody waits
     forever); LLM uses "prefix" unless told otherwise.
     retention: which prefixes of sliding layers stay cached: "tails", "all" or "none".
@@ -72,6 +75,8 @@ class EngineConfig:
     swa_full_tokens_ratio: float | None = None
     kv_cache_memory_bytes: int | None = None
     kv_cache_memory_fraction: float = 0.4
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
     attention_backend: str = "auto"
     cache_dir: str | None = None
     check_invariants: bool = False
@@ -95,8 +100,9 @@ class EngineConfig:
             self._require_positive("max_model_len", 'or "auto"')
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ConfigError(f"seed={self.seed!r}: must be an integer of at least 0")
-        if not 0 < self.kv_cache_memory_fraction <= 1:
-            raise ConfigError(f"kv_cache_memory_fraction={self.kv_cache_memory_fraction!r}: must lie in (0, 1]")
+        for name in ("kv_cache_memory_fraction", "gpu_memory_utilization"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must lie in (0, 1]")
         if self.swa_full_tokens_ratio is not None:
             check_ratio(self.swa_full_tokens_ratio)
             if self.kv_split != "ratio":

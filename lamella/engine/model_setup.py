@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,11 @@ from lamella.engine.scheduler import Scheduler
 from lamella.errors import ConfigError
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import KVLayout, build_layout, without_sliding
-from lamella.kv_cache.memory import allocate_arena, available_memory_bytes
+from lamella.kv_cache.memory import MemoryProfile, allocate_arena, available_memory_bytes
 from lamella.kv_cache.retention import RetentionPolicy
-from lamella.kv_cache.sizing import PoolSize, size_pool
+from lamella.kv_cache.sizing import PoolSize, decode_table_widths, size_pool
 from lamella.kv_cache.split import split_pools
+from lamella.model_executor.decode_graphs import CAPTURABLE_BACKENDS, CudaGraphs
 from lamella.model_executor.loading import (
     load_config,
     load_sampling_defaults,
@@ -27,6 +29,7 @@ from lamella.model_executor.loading import (
     load_weights,
     resolve_model,
 )
+from lamella.model_executor.memory_profile import CudaMeter, LargestBatch, profile_memory
 from lamella.model_executor.model_config import ModelConfig, kv_sharing, layer_specs
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
 from lamella.model_executor.operators.choice import choose_operators
@@ -79,8 +82,24 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 
     stored_specs = without_sliding(attention_specs) if config.disable_hybrid_kv_cache else attention_specs
     layout = build_layout(stored_specs, page_tokens=config.page_size, kv_sharing=kv_sharing(model_config))
-    memory_bytes = config.kv_cache_memory_bytes
-    if memory_bytes is None:
+    interval_tokens = config.swa_eviction_interval or config.page_size
+    max_batch = LargestBatch(
+        num_requests=config.max_num_seqs,
+        num_tokens=config.max_num_batched_tokens,
+        table_widths=decode_table_widths(
+            layout,
+            max_model_len=max_model_len or model_config.max_position_embeddings,
+            interval_tokens=interval_tokens,
+        ),
+    )
+    uses_graphs = device.type == "cuda" and not config.enforce_eager and backend.name in CAPTURABLE_BACKENDS
+    memory_bytes, profile = config.kv_cache_memory_bytes, None
+    if memory_bytes is None and device.type == "cuda":
+        profile = profile_memory(
+            model, backend, layout, attention_specs, CudaMeter(device), max_batch, with_graphs=uses_graphs
+        )
+        memory_bytes = profile.kv_bytes(config.gpu_memory_utilization)
+    elif memory_bytes is None:
         memory_bytes = int(available_memory_bytes(device) * config.kv_cache_memory_fraction)
     size, slab_quota, interval_tokens = _size_memory(config, layout, model_config, memory_bytes, max_model_len)
     manager = HybridBlockManager(
@@ -106,7 +125,31 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     )
     arena = allocate_arena(layout, size.num_slabs, device, step_pages_bytes=size.step_pages_bytes)
     runner = ModelRunner(model, backend, layout, attention_specs, arena)
+    if uses_graphs:
+        _capture_graphs(runner, max_batch, profile, device)
     return LoadedEngine(tokenizer, model_config, default_params, layout, size, manager, scheduler, runner)
+
+
+def _capture_graphs(
+    runner: ModelRunner, max_batch: LargestBatch, profile: MemoryProfile | None, device: torch.device
+) -> None:
+    started, meter = time.monotonic(), CudaMeter(device)
+    before = meter.free_bytes()
+    runner.capture_decodes(CudaGraphs(device), max_num_seqs=max_batch.num_requests, table_widths=max_batch.table_widths)
+    taken = before - meter.free_bytes()
+    logger.info(
+        "captured decode graphs of up to %d requests in %.1f s; they take %.2f GiB",
+        max_batch.num_requests,
+        time.monotonic() - started,
+        taken / 2**30,
+    )
+    if profile is not None and taken > profile.graph_bytes:
+        logger.warning(
+            "decode graphs take %.2f GiB, more than the %.2f GiB set aside for them, so that more of the device than "
+            "gpu_memory_utilization is in use; lower it by as much, or set enforce_eager=True",
+            taken / 2**30,
+            profile.graph_bytes / 2**30,
+        )
 
 
 def _size_memory(

@@ -3,11 +3,68 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 
+from lamella.errors import CapacityError, InvariantError
 from lamella.kv_cache.layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """What takes a device's memory besides KV, in bytes.
+
+    total_bytes: the device's. foreign_bytes: held outside this process's tensors: by other processes, the driver,
+    libraries. weights_bytes: held by them between steps. step_bytes: the most that a step takes for its time.
+    graph_bytes: what captured graphs keep.
+    """
+
+    total_bytes: int
+    foreign_bytes: int
+    weights_bytes: int
+    step_bytes: int
+    graph_bytes: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 0:
+                raise InvariantError(f"{field.name}={getattr(self, field.name)}: memory was measured as less than none")
+
+    @property
+    def taken_bytes(self) -> int:
+        return self.foreign_bytes + self.weights_bytes + self.step_bytes + self.graph_bytes
+
+    def kv_bytes(self, utilization: float) -> int:
+        """What `utilization` (above 0, at most 1) of the device leaves for KV: 1 at least.
+
+        Raises CapacityError, with what takes the memory and what would help, where it leaves nothing.
+        """
+        allowed = int(self.total_bytes * utilization)
+        left = allowed - self.taken_bytes
+        if left > 0:
+            return left
+        parts = (
+            (self.foreign_bytes, "are held outside this process's tensors"),
+            (self.weights_bytes, "by the weights"),
+            (self.step_bytes, "by the largest step"),
+            (self.graph_bytes, "by captured graphs"),
+        )
+        held = ", ".join(f"{_gib(size)} {what}" for size, what in parts)
+        ways = ["lower max_num_batched_tokens or max_num_seqs"]
+        if self.graph_bytes:
+            ways.append("set enforce_eager=True")
+        if self.taken_bytes < self.total_bytes:
+            ways.insert(0, f"raise it above {self.taken_bytes / self.total_bytes:.3f}")
+        raise CapacityError(
+            f"gpu_memory_utilization={utilization:g} allows {_gib(allowed)} of the device's {_gib(self.total_bytes)}, "
+            f"and {held}: nothing is left for the KV cache; {', '.join(ways)}, or free memory that others hold"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def allocate_arena(

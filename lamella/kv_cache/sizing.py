@@ -36,6 +36,18 @@ def request_pages(layout: KVLayout, *, max_model_len: int, chunk_tokens: int, in
     )
 
 
+def decode_table_widths(layout: KVLayout, *, max_model_len: int, interval_tokens: int) -> tuple[int, ...]:
+    """Most blocks of each group that the block table of a decoding request covers, from the first it holds to that of
+    its newest token. One more than `max_decode_pages` of a windowed group: the slide may be a step late."""
+    widths = []
+    for group in layout.groups:
+        most = group.spec.max_decode_pages(
+            page_tokens=layout.page_tokens, max_model_len=max_model_len, interval_tokens=interval_tokens
+        )
+        widths.append(min(most + group.spec.is_windowed, ceil_div(max_model_len, layout.page_tokens)))
+    return tuple(widths)
+
+
 def request_slabs(layout: KVLayout, *, max_model_len: int, chunk_tokens: int, interval_tokens: int) -> int:
     """Slabs that always suffice for one request alone.
 

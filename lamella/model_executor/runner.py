@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
 import numpy as np
 import torch
 
 from lamella.attention.backend import AttentionBackend
-from lamella.attention.metadata import AttentionMetadata
+from lamella.attention.metadata import require_covering_tables, to_device
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import KVCacheSpec
+from lamella.model_executor.decode_graphs import DecodeBuffers, DecodeGraphs, GraphMaker, batch_sizes
 from lamella.model_executor.head_sampling import sample_from_head
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
 from lamella.model_executor.receptive_field import ReceptiveField
 from lamella.model_executor.sampler import Sampler
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
-from lamella.model_executor.step_plan import GroupPlan, StepPlan, StepResult
+from lamella.model_executor.step_buffers import PackedShape, StepInputs, StepUpload, host_inputs
+from lamella.model_executor.step_plan import StepPlan, StepResult
+
+ALL_TOKENS: Mapping[int, np.ndarray] = MappingProxyType({})  # every layer takes in all tokens
 
 
 class ModelRunner:
@@ -44,6 +51,8 @@ class ModelRunner:
         self.sampler = Sampler()
         self.receptive_field = ReceptiveField(layout, attention_specs)
         self.prunes = prunes
+        self.graphs: DecodeGraphs | None = None
+        self._upload = StepUpload(arena.device)
         self.places = []
         for layer, (spec, params) in enumerate(
             zip(attention_specs, model.attention_params(attention_specs), strict=True)
@@ -58,30 +67,73 @@ class ModelRunner:
                 offset_bytes=offset_bytes,
             )
             self.places.append(LayerPlace(group, params, cache))
+        self._seen_specs = list(dict.fromkeys((place.group, place.params.spec) for place in self.places))
+
+    @torch.inference_mode()
+    def capture_decodes(self, maker: GraphMaker, *, max_num_seqs: int, table_widths: Sequence[int]) -> None:
+        """From now on run steps that only decode as graphs made by `maker`, where they fit: up to `max_num_seqs`
+        requests and block tables of `table_widths` per group. Once, and only on a backend whose launches do not depend
+        on the metadata's host arrays (`CAPTURABLE_BACKENDS`)."""
+        sizes = batch_sizes(max_num_seqs)
+        buffers = DecodeBuffers(
+            self.arena.device,
+            max_num_requests=sizes[-1],
+            table_widths=table_widths,
+            page_tokens=self.layout.page_tokens,
+        )
+        self.graphs = DecodeGraphs(self._forward, buffers, self._upload, maker, sizes)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         self._copy_pages(plan)
-        device = self.arena.device
-        metadata = [self._metadata(plan, group) for group in plan.groups]
-
-        needed_tokens = self.receptive_field.needed_tokens(plan) if self.prunes else {}
-        token_ids, positions = plan.token_ids, plan.positions
-        if 0 in needed_tokens:
-            token_ids, positions = token_ids[needed_tokens[0]], positions[needed_tokens[0]]
-        hidden = self.model(
-            torch.from_numpy(token_ids).to(device),
-            torch.from_numpy(positions).to(device),
-            StepAttention(self.backend, self.layout, self.places, metadata, needed_tokens),
-        )
-        if not len(plan.sample_requests):
+        size = self.graphs.size_for(plan) if self.graphs is not None else None
+        hidden = self._run_eager(plan) if size is None else self._run_graph(plan, size)
+        num_sampled = len(plan.sample_requests)
+        if not num_sampled:
             return StepResult(token_ids=np.zeros(0, dtype=np.int64), logprobs={})
-        if len(hidden) > len(plan.sample_requests):  # it gave all tokens
-            hidden = hidden[torch.from_numpy(plan.sampled_tokens).to(device)]
+        if len(hidden) > num_sampled:  # it gave all tokens
+            hidden = hidden[to_device(plan.sampled_tokens, hidden.device)]
         scores = self.model.logits(hidden)
         if isinstance(scores, torch.Tensor):
             return self.sampler(scores, plan.sampling)
         return sample_from_head(self.sampler, scores, plan.sampling)
+
+    def _run_eager(self, plan: StepPlan) -> torch.Tensor:
+        """Hidden states [S, width] of the tokens that leave the last layer."""
+        inputs = self._inputs(plan)
+        return self._forward(inputs, self.receptive_field.needed_tokens(plan) if self.prunes else {})
+
+    def _run_graph(self, plan: StepPlan, size: int) -> torch.Tensor:
+        """The same for a plan that only decodes: hidden states [R, width], nothing is pruned."""
+        assert self.graphs is not None
+        for group, spec in self._seen_specs:  # the backend checks what it is given eagerly; a graph cannot
+            part = plan.groups[group]
+            require_covering_tables(
+                spec,
+                page_tokens=self.layout.page_tokens,
+                query_start=plan.query_start,
+                seq_lens=plan.seq_lens,
+                first_blocks=part.first_blocks,
+                first_keys=part.first_keys,
+            )
+        self.graphs.load(plan, size)
+        return self.graphs.replay(size, len(plan.seq_lens))
+
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        page_tokens = self.layout.page_tokens
+        if self.arena.device.type == "cpu":
+            return host_inputs(plan, page_tokens)
+        shape = PackedShape.of(plan)
+        packed = self._upload.send(plan, shape)
+        return shape.inputs(packed, shape.tables(packed), plan, page_tokens)
+
+    def _forward(self, inputs: StepInputs, needed_tokens: Mapping[int, np.ndarray] = ALL_TOKENS) -> torch.Tensor:
+        token_ids, positions = inputs.token_ids, inputs.positions
+        if 0 in needed_tokens:
+            rows = to_device(needed_tokens[0], token_ids.device)
+            token_ids, positions = token_ids[rows], positions[rows]
+        attention = StepAttention(self.backend, self.layout, self.places, inputs.metadata, needed_tokens)
+        return self.model(token_ids, positions, attention)
 
     def _copy_pages(self, plan: StepPlan) -> None:
         """Moved pages in their order, then copies on write, whose sources and targets nothing else touches."""
@@ -96,23 +148,5 @@ class ModelRunner:
         page_bytes = self.layout.groups[group].page_bytes
         num_ids = (self.arena.numel() - page_bytes) // self.layout.unit_bytes + 1
         pages = self.arena.as_strided((num_ids, page_bytes), (self.layout.unit_bytes, 1))
-        sources = torch.from_numpy(src_pages).to(self.arena.device)
-        pages[torch.from_numpy(dst_pages).to(self.arena.device)] = pages[sources]
-
-    def _metadata(self, plan: StepPlan, group: GroupPlan) -> AttentionMetadata:
-        device = self.arena.device
-        return AttentionMetadata(
-            page_tokens=self.layout.page_tokens,
-            num_decodes=plan.num_decodes,
-            query_start=torch.from_numpy(plan.query_start).to(device),
-            seq_lens=torch.from_numpy(plan.seq_lens).to(device),
-            first_blocks=torch.from_numpy(group.first_blocks).to(device),
-            first_keys=torch.from_numpy(group.first_keys).to(device),
-            block_tables=torch.from_numpy(group.block_tables).to(device),
-            slot_mapping=torch.from_numpy(group.slot_mapping).to(device),
-            query_start_host=plan.query_start,
-            seq_lens_host=plan.seq_lens,
-            first_blocks_host=group.first_blocks,
-            first_keys_host=group.first_keys,
-            block_tables_host=group.block_tables,
-        )
+        sources = to_device(src_pages, self.arena.device)
+        pages[to_device(dst_pages, self.arena.device)] = pages[sources]

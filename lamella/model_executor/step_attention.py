@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lamella.attention.backend import AttentionBackend, AttentionParams, LayerCache, attend
-from lamella.attention.metadata import AttentionMetadata
+from lamella.attention.metadata import AttentionMetadata, to_device
 from lamella.attention.native_backend import HeadTransform, NativeBackend
 from lamella.errors import InvariantError
 from lamella.kv_cache.layout import KVLayout
@@ -33,7 +33,7 @@ class StepAttention:
         backend: AttentionBackend,
         layout: KVLayout,
         places: list[LayerPlace],
-        metadata: list[AttentionMetadata],
+        metadata: Sequence[AttentionMetadata],
         needed_tokens: Mapping[int, np.ndarray],
     ) -> None:
         self.backend = backend
@@ -48,7 +48,7 @@ class StepAttention:
         if left is None or (taken is not None and len(taken) == len(left)):
             return None
         rows = left if taken is None else np.searchsorted(taken, left)
-        return torch.from_numpy(rows).to(self.metadata[0].slot_mapping.device)
+        return to_device(rows, self.metadata[0].slot_mapping.device)
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
         """q [S, num_heads, k_dim], k and v [T, num_kv_heads, dim] or None -> [S, num_heads, v_dim], for T tokens that

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 
 from lamella.attention.backend import AttentionParams, LayerCache
-from lamella.attention.metadata import AttentionMetadata
+from lamella.attention.metadata import AttentionMetadata, require_covering_tables
 from lamella.attention.triton.device_functions import CHUNK, FULL, WINDOW
-from lamella.errors import ConfigError, InvariantError
+from lamella.errors import ConfigError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 MAX_HEAD_DIM = 512  # the widest that tuning.json has tiles for
@@ -98,12 +97,12 @@ def check_tables(spec: KVCacheSpec, metadata: AttentionMetadata) -> None:
     key = ("triton_tables", spec)
     if key in metadata.derived:
         return
-    first_query = metadata.seq_lens_host - np.diff(metadata.query_start_host)
-    first = np.maximum(spec.first_visible_each(first_query), metadata.first_keys_host)
-    late = np.flatnonzero(first // metadata.page_tokens < metadata.first_blocks_host)
-    if late.size:
-        raise InvariantError(
-            f"requests {late.tolist()} see keys below the first block of their tables; a table must cover every block "
-            "from the first visible key on"
-        )
+    require_covering_tables(
+        spec,
+        page_tokens=metadata.page_tokens,
+        query_start=metadata.query_start_host,
+        seq_lens=metadata.seq_lens_host,
+        first_blocks=metadata.first_blocks_host,
+        first_keys=metadata.first_keys_host,
+    )
     metadata.derived[key] = True

@@ -1,0 +1,193 @@
+"""Steps that only decode, as captured graphs: one launch instead of hundreds.
+
+A graph is captured for each of a few batch sizes; a step takes the smallest that holds it, and the rows left over are
+padding that reads and writes nothing. What a graph launches was settled when it was captured, so a step's numbers
+reach it through memory only: everything that differs from step to step is in `DecodeBuffers`, whose addresses never
+change, and what the host decides by (grids, strides) follows from the batch size and the tables' fixed widths.
+
+The graph ends with the last hidden states. Logits and sampling come after it: their size is that of the vocabulary, so
+a graph's own would take more memory than all else, and two or three launches are hidden behind the graph's run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from lamella.model_executor.step_buffers import NO_SLOT, NULL_PAGE, PackedShape, StepInputs, StepUpload
+from lamella.model_executor.step_plan import GroupPlan, PageCopies, SamplingBatch, StepPlan
+
+LARGEST_BATCH = 512
+CAPTURABLE_BACKENDS = ("triton",)  # their launches do not depend on the metadata's host arrays
+
+
+def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes to capture, ascending: 1, 2, 4, multiples of 8, and the largest batch itself up to 512."""
+    largest = min(max_num_seqs, LARGEST_BATCH)
+    return (*(size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest), largest)
+
+
+class GraphMaker(Protocol):
+    def capture(self, run: Callable[[], None]) -> Callable[[], object]:
+        """Call `run`, which touches only memory that outlives the graph; what is returned does the same device work
+        again, on what is in that memory then, without calling it."""
+        ...
+
+
+class CudaGraphs:
+    """Graphs that share one memory pool: capture the largest first, and the others fit into what it took. They run one
+    at a time, in stream order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], object]:
+        with torch.cuda.device(self._device):
+            run()  # compiles kernels and makes workspaces, which a capture cannot
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                run()
+        return graph.replay
+
+
+class DecodeBuffers:
+    """Where graphs read a step, in memory that stays. Sized for `max_num_requests` rows and tables of `table_widths`
+    blocks per group."""
+
+    def __init__(
+        self, device: torch.device, *, max_num_requests: int, table_widths: Sequence[int], page_tokens: int
+    ) -> None:
+        shape = PackedShape(max_num_requests, max_num_requests, tuple(table_widths))
+        self.page_tokens = page_tokens
+        self.packed = torch.zeros(shape.num_fixed, dtype=torch.int64, device=device)
+        self.tables = [
+            torch.full((max_num_requests, width), NULL_PAGE, dtype=torch.int64, device=device) for width in table_widths
+        ]
+
+    def inputs(self, num_requests: int) -> StepInputs:
+        """Of a batch of that size. The host's arrays are those of padding: they tell nothing of any step."""
+        widths = tuple(table.shape[1] for table in self.tables)
+        tables = [table[:num_requests] for table in self.tables]
+        plan = padding_plan(num_requests, widths)
+        return PackedShape(num_requests, num_requests, widths).inputs(self.packed, tables, plan, self.page_tokens)
+
+    def needs(self, plan: StepPlan) -> list[int]:
+        """Columns of each group's block tables up to the last one that a request of the plan has a block for."""
+        num_blocks = -(-plan.seq_lens // self.page_tokens)
+        return [int((num_blocks - group.first_blocks).max(initial=0)) for group in plan.groups]
+
+    def load(self, packed: torch.Tensor, shape: PackedShape) -> None:
+        """Take in a step of one token for each request, whose tables fit but for columns without blocks."""
+        self.packed[: shape.num_fixed].copy_(packed[: shape.num_fixed])
+        for target, table in zip(self.tables, shape.tables(packed), strict=True):
+            width = min(target.shape[1], table.shape[1])
+            target[: shape.num_requests, :width].copy_(table[:, :width])
+
+
+class DecodeGraphs:
+    """Captures `forward` for each of `sizes`, then runs plans that only decode. Nothing of `forward` is kept but what
+    the maker keeps.
+
+    forward: inputs of B requests with one token each -> hidden states [B, width].
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[StepInputs], torch.Tensor],
+        buffers: DecodeBuffers,
+        upload: StepUpload,
+        maker: GraphMaker,
+        sizes: Sequence[int],
+    ) -> None:
+        self.buffers = buffers
+        self.sizes = np.array(sorted(sizes), dtype=np.int64)
+        self._upload = upload
+        self._replays: dict[int, Callable[[], object]] = {}
+        largest = int(self.sizes[-1])
+        self._load(padding_plan(0, (0,) * len(buffers.tables)), largest)
+        self.hidden = torch.empty_like(forward(buffers.inputs(largest)))  # [largest batch, width], of the last replay
+        for size in self.sizes[::-1].tolist():
+            self._load(padding_plan(0, (0,) * len(buffers.tables)), size)
+            self._replays[size] = maker.capture(_Pass(forward, buffers, size, self.hidden))
+
+    def size_for(self, plan: StepPlan) -> int | None:
+        """The batch size whose graph runs the plan; None where none can: a request has several tokens, or the batch or
+        a table is larger than any graph's."""
+        num_requests = len(plan.seq_lens)
+        index = int(np.searchsorted(self.sizes, num_requests))
+        if plan.num_decodes < num_requests or index == len(self.sizes):
+            return None
+        widths = [table.shape[1] for table in self.buffers.tables]
+        if any(need > width for need, width in zip(self.buffers.needs(plan), widths, strict=True)):
+            return None
+        return int(self.sizes[index])
+
+    def load(self, plan: StepPlan, size: int) -> torch.Tensor:
+        """Bring the plan where the graph of `size` reads it. Returns the token ids there, int64 [size]: they may be
+        changed before `replay`."""
+        self._load(plan, size)
+        return self.buffers.packed[:size]
+
+    def replay(self, size: int, num_requests: int) -> torch.Tensor:
+        """Run what was loaded: hidden states [num_requests, width], which hold until the next replay."""
+        self._replays[size]()
+        return self.hidden[:num_requests]
+
+    def _load(self, plan: StepPlan, size: int) -> None:
+        shape = PackedShape.of(plan).padded_to(size)
+        self.buffers.load(self._upload.send(plan, shape), shape)
+
+
+class _Pass:
+    """One pass of the model over the buffers. The metadata is made in here, so that what a backend derives from it is
+    derived by the graph as well."""
+
+    def __init__(
+        self, forward: Callable[[StepInputs], torch.Tensor], buffers: DecodeBuffers, size: int, hidden: torch.Tensor
+    ) -> None:
+        self._forward, self._buffers, self._size, self._hidden = forward, buffers, size, hidden
+
+    def __call__(self) -> None:
+        self._hidden[: self._size].copy_(self._forward(self._buffers.inputs(self._size)))
+
+
+def padding_plan(num_requests: int, table_widths: Sequence[int]) -> StepPlan:
+    """A step of padded requests only: it reads and writes no page, and samples nothing."""
+    none, zeros = np.zeros(0, dtype=np.int64), np.zeros(num_requests, dtype=np.int64)
+    groups = tuple(
+        GroupPlan(
+            block_tables=np.broadcast_to(np.int64(NULL_PAGE), (num_requests, width)),
+            first_blocks=zeros,
+            first_keys=zeros,
+            slot_mapping=np.full(num_requests, NO_SLOT, dtype=np.int64),
+            copies=PageCopies(none, none),
+        )
+        for width in table_widths
+    )
+    return StepPlan(
+        token_ids=zeros,
+        positions=zeros,
+        query_start=np.arange(num_requests + 1),
+        seq_lens=zeros,
+        num_decodes=num_requests,
+        moves=(),
+        groups=groups,
+        first_step_slot=0,
+        sample_requests=none,
+        sampling=SamplingBatch(
+            temperature=np.zeros(0),
+            top_k=none,
+            top_p=np.zeros(0),
+            min_p=np.zeros(0),
+            seeds=np.zeros(0, dtype=np.uint64),
+            draw_index=none,
+            num_logprobs=none,
+            banned_token_ids={},
+        ),
+    )
