@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from lamella.errors import InvariantError
-from lamella.model_executor.operators.triton_kernels.rows import check_rows, num_warps
+from lamella.model_executor.operators.triton_kernels.rows import check_rows, launch_options
 
 BLOCK_ELEMENTS = 1024
 ACTIVATIONS = ("gelu_tanh", "silu")
@@ -25,10 +27,7 @@ def gated_kernel(gate_up, out, row_stride, WIDTH: tl.constexpr, IS_SILU: tl.cons
     gate = tl.load(source, mask=present, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, mask=present, other=0.0).to(tl.float32)
     # 0.5 (1 + tanh z) = 1 / (1 + e^-2z), which neither overflows nor cancels: both are a gate times a logistic.
-    if IS_SILU:
-        exponent = gate
-    else:
-        exponent = _TWICE_SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
+    exponent = gate if IS_SILU else _TWICE_SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
     activated = gate / (1.0 + tl.exp(-exponent))
     tl.store(out + row * WIDTH + column, (activated * up).to(out.dtype.element_ty), mask=present)
 
@@ -74,11 +73,11 @@ def capped_logits(logits: torch.Tensor, softcap: float) -> torch.Tensor:
     return out
 
 
-def gated_constants(width: int, activation: str) -> dict[str, int]:
+def gated_constants(width: int, activation: str) -> dict[str, Any]:
     """Compile-time constants and launch options of `gated_kernel`."""
     return {"IS_SILU": activation == "silu", **softcap_constants(width)}
 
 
-def softcap_constants(width: int) -> dict[str, int]:
+def softcap_constants(width: int) -> dict[str, Any]:
     """Compile-time constants and launch options of `softcap_kernel`."""
-    return {"WIDTH": width, "BLOCK": BLOCK_ELEMENTS, "num_warps": num_warps(BLOCK_ELEMENTS)}
+    return {"WIDTH": width, "BLOCK": BLOCK_ELEMENTS, **launch_options(BLOCK_ELEMENTS)}

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from lamella.attention.triton.compile_report import SHARED_LIMITS, _amd_registers, _nvidia_registers
 from lamella.model_executor.operators.triton_kernels import activation, heads, norm
 
-LAUNCH_OPTIONS = ("num_warps",)
+LAUNCH_OPTIONS = ("num_warps", "enable_fp_fusion")
 ITEMSIZE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 # Types of arguments that are not the model's; integers are strides.

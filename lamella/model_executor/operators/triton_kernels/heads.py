@@ -6,6 +6,8 @@ is rounded once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,9 +15,9 @@ import triton.language as tl
 from lamella.attention.backend import LayerCache
 from lamella.attention.native_backend import HeadTransform
 from lamella.errors import InvariantError
-from lamella.model_executor.operators.triton_kernels.rows import check_rows, num_warps
+from lamella.model_executor.operators.triton_kernels.rows import check_rows, launch_options
 
-TILE_ELEMENTS = 2048  # that a program takes: as many whole heads as fit, or so many of V's elements
+TILE_ELEMENTS = 2048  # most that a program takes of Q or of K, in whole heads
 
 
 @triton.jit
@@ -57,15 +59,6 @@ def move_heads(
     tl.store(target + offsets + half, as_stored(second * c + first * s, target), mask=mask)
 
 
-@triton.jit
-def move_elements(source, target, tile, NUM: tl.constexpr, TILE: tl.constexpr):
-    """Of NUM elements, the TILE from tile * TILE on."""
-    element = tile * TILE + tl.arange(0, TILE)
-    present = element < NUM
-    x = tl.load(source + element, mask=present, other=0.0).to(tl.float32)
-    tl.store(target + element, as_stored(x, target), mask=present)
-
-
 @triton.jit(do_not_specialize_on_alignment=("slots",))
 def heads_kernel(
     columns,
@@ -87,17 +80,16 @@ def heads_kernel(
     DIM: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     QUERY_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
+    KV_TILE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
 ):
-    """Program (token, tile): QUERY_TILE query heads, or KEY_TILE key heads, or VALUE_TILE elements of V, in this order.
+    """Program (token, tile): QUERY_TILE query heads, or after all of them KV_TILE heads of K and V.
 
     A row of `columns` is Q [NUM_HEADS, DIM], K [NUM_KV_HEADS, DIM], V [NUM_KV_HEADS, DIM]; either number may be 0. In a
     page, all heads of a token follow each other.
     """
     query_tiles: tl.constexpr = (NUM_HEADS + QUERY_TILE - 1) // QUERY_TILE
-    key_tiles: tl.constexpr = (NUM_KV_HEADS + KEY_TILE - 1) // KEY_TILE
     query_size: tl.constexpr = NUM_HEADS * DIM
     key_size: tl.constexpr = NUM_KV_HEADS * DIM
     token = tl.program_id(0).to(tl.int64)
@@ -111,16 +103,18 @@ def heads_kernel(
     elif NUM_KV_HEADS > 0:
         slot = tl.load(slots + token)  # 64 bits: an arena may have more than 2^31 elements
         if slot >= 0:
+            tile -= query_tiles
             page = slot // PAGE_TOKENS
             in_page = slot % PAGE_TOKENS * key_size
-            tile -= query_tiles
-            row += query_size
-            if tile < key_tiles:
-                key_row = keys + page * key_page_stride + in_page
-                move_heads(row, key_row, tile, key_weight, cos, sin, eps, NUM_KV_HEADS, KEY_TILE, DIM, HALF_PADDED)
-            else:
-                value_row = values + page * value_page_stride + in_page
-                move_elements(row + key_size, value_row, tile - key_tiles, key_size, VALUE_TILE)
+            key_row = keys + page * key_page_stride + in_page
+            source = row + query_size
+            move_heads(source, key_row, tile, key_weight, cos, sin, eps, NUM_KV_HEADS, KV_TILE, DIM, HALF_PADDED)
+            in_tile = tl.arange(0, VALUE_BLOCK)
+            element = tile * (KV_TILE * DIM) + in_tile
+            present = (in_tile < KV_TILE * DIM) & (element < key_size)
+            value = tl.load(source + key_size + element, mask=present, other=0.0).to(tl.float32)
+            value_row = values + page * value_page_stride + in_page
+            tl.store(value_row + element, as_stored(value, value_row), mask=present)
 
 
 def transform_heads(
@@ -171,7 +165,7 @@ def transform_heads(
     return query
 
 
-def heads_constants(num_heads: int, num_kv_heads: int, head_dim: int, *, page_tokens: int) -> dict[str, int]:
+def heads_constants(num_heads: int, num_kv_heads: int, head_dim: int, *, page_tokens: int) -> dict[str, Any]:
     """Compile-time constants and launch options of `heads_kernel`."""
     half_padded = triton.next_power_of_2(head_dim // 2)
 
@@ -179,28 +173,23 @@ def heads_constants(num_heads: int, num_kv_heads: int, head_dim: int, *, page_to
         """Heads of a program: no more than there are, nor than fit; one where there are none."""
         return min(triton.next_power_of_2(max(1, num)), max(1, TILE_ELEMENTS // (2 * half_padded)))
 
-    value_tile = min(TILE_ELEMENTS, triton.next_power_of_2(max(1, num_kv_heads) * head_dim))
-    largest = max(2 * half_padded * max(tile(num_heads), tile(num_kv_heads)), value_tile)
     return {
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "DIM": head_dim,
         "HALF_PADDED": half_padded,
         "QUERY_TILE": tile(num_heads),
-        "KEY_TILE": tile(num_kv_heads),
-        "VALUE_TILE": value_tile,
+        "KV_TILE": tile(num_kv_heads),
+        "VALUE_BLOCK": triton.next_power_of_2(tile(num_kv_heads) * head_dim),
         "PAGE_TOKENS": page_tokens,
-        "num_warps": num_warps(largest),
+        **launch_options(2 * half_padded * max(tile(num_heads), tile(num_kv_heads))),
     }
 
 
-def num_tiles(constants: dict[str, int]) -> int:
+def num_tiles(constants: dict[str, Any]) -> int:
     """Programs of `heads_kernel` for each token."""
-    value_elements = constants["NUM_KV_HEADS"] * constants["DIM"]
-    return (
-        triton.cdiv(constants["NUM_HEADS"], constants["QUERY_TILE"])
-        + triton.cdiv(constants["NUM_KV_HEADS"], constants["KEY_TILE"])
-        + triton.cdiv(value_elements, constants["VALUE_TILE"])
+    return triton.cdiv(constants["NUM_HEADS"], constants["QUERY_TILE"]) + triton.cdiv(
+        constants["NUM_KV_HEADS"], constants["KV_TILE"]
     )
 
 

@@ -6,12 +6,14 @@ Arithmetic is in float32; what is stored is rounded once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from lamella.errors import ConfigError, InvariantError
-from lamella.model_executor.operators.triton_kernels.rows import check_rows, num_warps
+from lamella.model_executor.operators.triton_kernels.rows import check_rows, launch_options
 
 MAX_WIDTH = 16384  # of a row that one program's registers hold
 
@@ -113,7 +115,7 @@ def add_norm(
     return out
 
 
-def norm_constants(width: int) -> dict[str, int]:
+def norm_constants(width: int) -> dict[str, Any]:
     """Compile-time constants and launch options of both kernels. Raises ConfigError above MAX_WIDTH."""
     if width > MAX_WIDTH:
         raise ConfigError(
@@ -121,7 +123,7 @@ def norm_constants(width: int) -> dict[str, int]:
             "attention_backend='torch' takes any"
         )
     block = triton.next_power_of_2(width)
-    return {"WIDTH": width, "BLOCK": block, "num_warps": num_warps(block)}
+    return {"WIDTH": width, "BLOCK": block, **launch_options(block)}
 
 
 def _check_weight(name: str, weight: torch.Tensor, width: int) -> None:

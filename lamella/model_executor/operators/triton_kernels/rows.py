@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lamella.errors import InvariantError
@@ -22,6 +24,7 @@ def check_rows(name: str, x: torch.Tensor, width: int | None = None) -> None:
         raise InvariantError(f"{name} has strides {x.stride()}; the elements of a row must be adjacent")
 
 
-def num_warps(block: int) -> int:
-    """For `block` elements, a power of two."""
-    return min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP))
+def launch_options(block: int) -> dict[str, Any]:
+    """What the compiler is told about programs of `block` elements, a power of two. Fused multiply-add is spelled out:
+    its default differs between versions."""
+    return {"num_warps": min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)), "enable_fp_fusion": True}
