@@ -133,8 +133,8 @@ def check_heads(
     token_elements = max(1, num_kv_heads) * head_dim
     layer_bytes = page_tokens * 2 * token_elements * cache_dtype.itemsize
     unit_bytes, offset_bytes, num_pages = 2 * layer_bytes + 64, layer_bytes, 2 + num_tokens
-    # One more page below the first: a fault that writes to slot -1 finds memory there, as it would in an arena.
-    arena = nan_arena((1 + num_pages) * unit_bytes).to(DEVICE)
+    # One more page at either end: a kernel that writes to slot -1, or too far, finds memory there as in an arena.
+    arena = nan_arena((num_pages + 2) * unit_bytes).to(DEVICE)
     spec = make_spec(
         "full",
         num_kv_heads=max(1, num_kv_heads),

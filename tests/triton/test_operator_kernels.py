@@ -107,27 +107,31 @@ def test_a_rows_result_does_not_depend_on_the_rows_beside_it() -> None:
 
 
 def test_pages_beyond_two_to_the_31_elements(tmp_path: Path) -> None:
-    """In a sparse file, so that no memory is taken. Offsets of 32 bits would wrap."""
+    """On the CPU in a sparse file, so that no memory is taken. Offsets of 32 bits would wrap."""
     dim, page_tokens, page = 16, 4, 5
     unit = 1 << 29  # elements, of 2 bytes
     assert page * unit > 1 << 31
-    arena = torch.from_file(str(tmp_path / "arena"), shared=True, size=(page + 1) * unit, dtype=torch.float16)
+    size = (page + 1) * unit
+    if DEVICE.type == "cpu":
+        arena = torch.from_file(str(tmp_path / "arena"), shared=True, size=size, dtype=torch.float16)
+    else:
+        arena = torch.zeros(size, dtype=torch.float16, device=DEVICE)
     pages = [arena.as_strided((page + 1, page_tokens, 1, dim), (unit, dim, dim, 1), start) for start in (0, 4096)]
     generator = torch.Generator().manual_seed(2)
-    columns = torch.randn(1, 3 * dim, generator=generator)
-    angles = torch.randn(1, 1, dim // 2, generator=generator)
-    weight = torch.randn(dim, generator=generator)
+    columns = torch.randn(1, 3 * dim, generator=generator).to(DEVICE)
+    angles = torch.randn(1, 1, dim // 2, generator=generator).to(DEVICE)
+    weight = torch.randn(dim, generator=generator).to(DEVICE)
     heads.transform_heads(
         columns,
         HeadTransform(weight, weight, 0.3, angles.cos(), angles.sin()),
         num_heads=1,
         num_kv_heads=1,
         cache=LayerCache(*pages),
-        slots=torch.tensor([page * page_tokens + 1]),
+        slots=torch.tensor([page * page_tokens + 1], device=DEVICE),
     )
     key = rotated64(norm64(columns[:, dim : 2 * dim].unflatten(1, (1, dim)), weight, 0.3), angles.cos(), angles.sin())
     assert_near(pages[0][page, 1, 0], key[0, 0])
-    assert_near(pages[1][page, 1, 0], columns[0, 2 * dim :].double())
+    assert_near(pages[1][page, 1, 0], columns[0, 2 * dim :].cpu().double())
     assert not pages[0][page, 0].any()
 
 
