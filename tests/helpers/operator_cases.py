@@ -120,6 +120,8 @@ def check_heads(
     cache_dtype: torch.dtype | None = None,
     page_tokens: int = 4,
     unslotted: Sequence[int] = (),
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """unslotted: tokens with slot -1, whose projection is NaN as a padded row's may be."""
     cache_dtype = cache_dtype or dtype
@@ -162,6 +164,8 @@ def check_heads(
         num_kv_heads=num_kv_heads,
         cache=cache,
         slots=slots.to(DEVICE),
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
     parts = columns.cpu().double().unflatten(1, (-1, head_dim))
@@ -182,8 +186,11 @@ def check_heads(
             continue
         page, in_page = divmod(slot, page_tokens)
         begin = (1 + page) * unit_bytes + offset_bytes + in_page * row_bytes
-        for expected, start in ((expected_keys, begin), (expected_values, begin + page_tokens * row_bytes)):
+        for expected, scale, start in (
+            (expected_keys, k_scale, begin),
+            (expected_values, v_scale, begin + page_tokens * row_bytes),
+        ):
             written = left[start : start + row_bytes]
-            assert_near(written.view(cache_dtype), expected[token].flatten())
+            assert_near(written.view(cache_dtype), expected[token].flatten() / scale)
             written.fill_(0xFF)
     assert (left == 0xFF).all()

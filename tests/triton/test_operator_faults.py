@@ -52,7 +52,7 @@ def caps(kernels: Kernels) -> None:
 
 
 def uneven_heads(kernels: Kernels) -> None:
-    """Padded halves, two KV heads, pages of three tokens, and tokens without a slot."""
+    """Padded halves, two KV heads, pages of three tokens, scales, and a token without a slot."""
     check_heads(
         kernels,
         num_heads=3,
@@ -61,7 +61,8 @@ def uneven_heads(kernels: Kernels) -> None:
         num_tokens=5,
         page_tokens=3,
         unslotted=[1],
-        dtype=torch.float32,
+        k_scale=0.5,
+        v_scale=3.0,
     )
 
 
@@ -131,9 +132,7 @@ FAULTS = {
     "weights of one half for both": Fault("heads", "weight + half + column", "weight + column", uneven_heads),
     "key norm on queries": Fault("heads", "tile, query_weight, cos", "tile, key_weight, cos", uneven_heads),
     "turned the other way": Fault("heads", "first * c - second * s", "first * c + second * s", uneven_heads),
-    "half of a head turned": Fault(
-        "heads", "as_stored(second * c + first * s, target)", "as_stored(second, target)", uneven_heads
-    ),
+    "half of a head turned": Fault("heads", "as_stored(second * c + first * s,", "as_stored(second,", uneven_heads),
     "angles of the first token": Fault(
         "heads", "sin += token * rotary_row_stride", "sin += 0 * rotary_row_stride", uneven_heads
     ),
@@ -146,7 +145,11 @@ FAULTS = {
         "heads", "keys + page * key_page_stride", "keys + page * PAGE_TOKENS * key_size", uneven_heads
     ),
     "slot -1 is written": Fault("heads", "if slot >= 0:", "if slot >= -1:", uneven_heads),
-    "one key head too many": Fault("heads", "eps, NUM_KV_HEADS, KV_TILE", "eps, NUM_KV_HEADS + 1, KV_TILE", many_heads),
+    "scales the wrong way": Fault("heads", "tl.div_rn(x, scale)", "x * scale", uneven_heads),
+    "K's scale for V": Fault("heads", "value_row, value_scale)", "value_row, key_scale)", uneven_heads),
+    "one key head too many": Fault(
+        "heads", "key_scale, NUM_KV_HEADS, KV_TILE", "key_scale, NUM_KV_HEADS + 1, KV_TILE", many_heads
+    ),
     "second tile lost": Fault("heads", "head = tile * TILE +", "head = tile * 0 +", many_heads),
     "tiles of K counted from those of Q": Fault("heads", "tile -= query_tiles", "tile -= 0", many_heads),
     "values behind the last head": Fault("heads", " & (element < key_size)", "", many_heads),

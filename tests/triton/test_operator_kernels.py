@@ -38,6 +38,7 @@ HEADS: dict[str, list[Any]] = {
     "cache_dtype": [None, torch.float16, torch.float32],
     "page_tokens": [1, 3, 16],
     "has_unslotted": [False, True],
+    "scales": [(1.0, 1.0), (0.3, 1.0), (1.0, 5.0), (0.7, 0.2)],
 }
 
 # The interpreter computes exp in NumPy, which says when it overflows; to infinity is what the formulas ask for.
@@ -68,8 +69,17 @@ def test_capped_logits(row: dict[str, Any]) -> None:
 def test_heads(row: dict[str, Any]) -> None:
     row = dict(row)
     num_heads, num_kv_heads = row.pop("heads")
+    k_scale, v_scale = row.pop("scales")
     unslotted = [0, 2][: row["num_tokens"] // 2] if row.pop("has_unslotted") else []
-    check_heads(KERNELS, num_heads=num_heads, num_kv_heads=num_kv_heads, unslotted=unslotted, **row)
+    check_heads(
+        KERNELS,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        unslotted=unslotted,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        **row,
+    )
 
 
 def test_rows_as_wide_as_a_program_takes() -> None:

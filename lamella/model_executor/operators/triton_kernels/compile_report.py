@@ -28,6 +28,7 @@ ITEMSIZE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _TYPES = {
     "weight": "*fp32", "post_weight": "*fp32", "next_weight": "*fp32", "query_weight": "*fp32", "key_weight": "*fp32",
     "slots": "*i64", "eps": "fp32", "post_eps": "fp32", "next_eps": "fp32", "softcap": "fp32",
+    "key_scale": "fp32", "value_scale": "fp32",
     "x_row_stride": "i32", "y_row_stride": "i32", "row_stride": "i32", "rotary_row_stride": "i32",
     "key_page_stride": "i32", "value_page_stride": "i32",
 }  # fmt: skip
@@ -91,6 +92,7 @@ def launches() -> Iterator[Launch]:
         ("gemma-3-27b, fp32", 32, 16, 128, "fp32"),
     ):
         constants = heads.heads_constants(num_heads, num_kv_heads, head_dim, page_tokens=16)
+        constants |= {"key_scale": None, "value_scale": None}
         row_bytes = 2 * (num_heads + 2 * num_kv_heads) * head_dim * ITEMSIZE_BYTES[dtype]
         yield Launch("heads", name, heads.heads_kernel, constants, row_bytes, dtype)
     for name, width, kind in (

@@ -21,8 +21,10 @@ TILE_ELEMENTS = 2048  # most that a program takes of Q or of K, in whole heads
 
 
 @triton.jit
-def as_stored(x, target):
-    """float32 `x` as the memory at `target` keeps it."""
+def as_stored(x, target, scale):
+    """float32 `x`, divided by `scale` unless that is None, as the memory at `target` keeps it."""
+    if scale is not None:
+        x = tl.div_rn(x, scale)
     return x.to(target.dtype.element_ty)
 
 
@@ -35,13 +37,14 @@ def move_heads(
     cos,
     sin,
     eps,
+    scale,
     NUM: tl.constexpr,
     TILE: tl.constexpr,
     DIM: tl.constexpr,
     HALF_PADDED: tl.constexpr,
 ):
-    """Of NUM heads that follow each other at `source` and at `target`, the TILE from tile * TILE on: each normed, and
-    its first half rotated against the second."""
+    """Of NUM heads that follow each other at `source` and at `target`, the TILE from tile * TILE on: each normed, its
+    first half rotated against the second, and stored as `as_stored` has it."""
     half: tl.constexpr = DIM // 2
     head = tile * TILE + tl.arange(0, TILE)
     column = tl.arange(0, HALF_PADDED)
@@ -55,8 +58,8 @@ def move_heads(
     second = second * factor * tl.load(weight + half + column, mask=in_half, other=0.0)[None, :]
     c = tl.load(cos + column, mask=in_half, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + column, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    tl.store(target + offsets, as_stored(first * c - second * s, target), mask=mask)
-    tl.store(target + offsets + half, as_stored(second * c + first * s, target), mask=mask)
+    tl.store(target + offsets, as_stored(first * c - second * s, target, scale), mask=mask)
+    tl.store(target + offsets + half, as_stored(second * c + first * s, target, scale), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=("slots",))
@@ -71,6 +74,8 @@ def heads_kernel(
     values,
     slots,
     eps,
+    key_scale,
+    value_scale,
     row_stride,
     rotary_row_stride,
     key_page_stride,
@@ -99,7 +104,7 @@ def heads_kernel(
     sin += token * rotary_row_stride
     if tile < query_tiles:
         target = query + token * query_size
-        move_heads(row, target, tile, query_weight, cos, sin, eps, NUM_HEADS, QUERY_TILE, DIM, HALF_PADDED)
+        move_heads(row, target, tile, query_weight, cos, sin, eps, None, NUM_HEADS, QUERY_TILE, DIM, HALF_PADDED)
     elif NUM_KV_HEADS > 0:
         slot = tl.load(slots + token)  # 64 bits: an arena may have more than 2^31 elements
         if slot >= 0:
@@ -108,13 +113,15 @@ def heads_kernel(
             in_page = slot % PAGE_TOKENS * key_size
             key_row = keys + page * key_page_stride + in_page
             source = row + query_size
-            move_heads(source, key_row, tile, key_weight, cos, sin, eps, NUM_KV_HEADS, KV_TILE, DIM, HALF_PADDED)
+            move_heads(
+                source, key_row, tile, key_weight, cos, sin, eps, key_scale, NUM_KV_HEADS, KV_TILE, DIM, HALF_PADDED
+            )
             in_tile = tl.arange(0, VALUE_BLOCK)
             element = tile * (KV_TILE * DIM) + in_tile
             present = (in_tile < KV_TILE * DIM) & (element < key_size)
             value = tl.load(source + key_size + element, mask=present, other=0.0).to(tl.float32)
             value_row = values + page * value_page_stride + in_page
-            tl.store(value_row + element, as_stored(value, value_row), mask=present)
+            tl.store(value_row + element, as_stored(value, value_row, value_scale), mask=present)
 
 
 def transform_heads(
@@ -125,14 +132,16 @@ def transform_heads(
     num_kv_heads: int,
     cache: LayerCache,
     slots: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """Norm and rotate the heads of `columns` [T, (num_heads + 2 * num_kv_heads) * head_dim], Q, K and V side by side;
     write K and V to `slots` (int64 [T], -1: nowhere) and return the queries, contiguous [T, num_heads, head_dim] of
     its dtype.
 
     Rows may lie apart. num_heads 0: K and V alone; num_kv_heads 0: queries alone, and nothing is written. The cache is
-    token-major, of any float dtype. cos and sin cover whole heads: [T, 1, head_dim / 2]. Raises InvariantError for
-    other shapes.
+    token-major, of any float dtype; it gets K / k_scale and V / v_scale. cos and sin cover whole heads:
+    [T, 1, head_dim / 2]. Raises InvariantError for other shapes.
     """
     head_dim = 2 * transform.cos.shape[-1]
     check_rows("columns", columns, (num_heads + 2 * num_kv_heads) * head_dim)
@@ -156,6 +165,8 @@ def transform_heads(
             cache.values,
             slots,
             transform.eps,
+            None if k_scale == 1.0 else k_scale,
+            None if v_scale == 1.0 else v_scale,
             columns.stride(0),
             transform.cos.stride(0),
             cache.keys.stride(0),
