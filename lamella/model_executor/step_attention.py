@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,13 @@ class LayerPlace:
     group: int
     params: AttentionParams
     cache: LayerCache
+
+
+class KVTarget(NamedTuple):
+    """Where the K and V of a layer's tokens go: slots int64 [T], page_id * page_tokens + offset, -1 for nowhere."""
+
+    cache: LayerCache
+    slots: torch.Tensor
 
 
 class StepAttention:
@@ -88,6 +96,24 @@ class StepAttention:
         native = self._native
         native.write_keys_values(place.params, place.cache, keys_values, transform, taken)
         return native.attend_queries(place.params, place.cache, queries, transform.of_rows(output_rows), left)
+
+    def kv_target(self, layer: int) -> KVTarget:
+        """Where K and V of the T tokens that the layer takes in go, for operators that write token-major pages
+        themselves; `attend_written` comes after the write."""
+        if self.backend.name != "triton":
+            raise InvariantError(
+                f"operators asked for the pages of backend {self.backend.name!r} to write them; those that do go with "
+                "'triton'"
+            )
+        place = self._place(layer, has_kv=True)
+        return KVTarget(place.cache, self._metadata(place, layer).slot_mapping)
+
+    def attend_written(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """q [S, num_heads, k_dim] -> [S, num_heads, v_dim], for the S tokens that leave the layer; K and V have been
+        written to `kv_target`."""
+        place = self._place(layer, has_kv=True)
+        metadata = self._metadata(place, layer + 1)
+        return attend(self.backend, place.params, place.cache, q, None, None, metadata)
 
     def _metadata(self, place: LayerPlace, layer: int) -> AttentionMetadata:
         """Of the tokens that `layer` takes in, as the layer at `place` has them."""

@@ -1,4 +1,4 @@
-"""What models are made of: weights, and the operations on them that have a torch and a native form.
+"""What models are made of: weights, and the operations on them that have a torch, a native and a triton form.
 
 A model is written once, against `Operators`. The operations are as coarse as the native kernels are: what is fused
 there is one method here.
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lamella.attention.native_backend import HeadTransform
+from lamella.model_executor.step_attention import KVTarget
 from lamella.model_executor.weight_forms import WeightForm
 from lamella.native.decoder import DecoderWeights
 
@@ -128,6 +129,14 @@ class StepAttention(Protocol):
         output_rows: torch.Tensor,
     ) -> torch.Tensor:
         """K and V of all tokens, queries of those that leave the layer, on the native backend only."""
+        ...
+
+    def kv_target(self, layer: int) -> KVTarget:
+        """Where operators that write K and V themselves put them, on the triton backend only."""
+        ...
+
+    def attend_written(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Attention of q [S, num_heads, head_dim] where K and V of this step's tokens are in their pages already."""
         ...
 
 

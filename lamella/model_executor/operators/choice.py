@@ -23,6 +23,10 @@ def choose_operators(
                 f"quantization={quantization!r} needs the native CPU path, and attention runs on {backend_name!r} here "
                 "(the log says why); leave quantization out, or see attention_backend='native' for what is in the way"
             )
+        if backend_name == "triton":
+            from lamella.model_executor.operators.triton_operators import TritonOperators
+
+            return TritonOperators()
         from lamella.model_executor.operators.torch_operators import TorchOperators
 
         return TorchOperators()

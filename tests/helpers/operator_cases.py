@@ -1,0 +1,196 @@
+"""Checks of the fused operators against float64 formulas, on a GPU or in the interpreter.
+
+Each takes the kernels to check, so that copies with faults can be checked too. Inputs are rows of a wider matrix that
+is NaN elsewhere; what a kernel must not touch is NaN, too, and must stay so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from lamella.attention.backend import LayerCache, token_major_cache
+from lamella.attention.native_backend import HeadTransform
+from tests.helpers.attention_cases import nan_arena
+from tests.helpers.triton_cases import DEVICE, make_spec
+
+# Of one rounding to the dtype, or of float32 arithmetic. The interpreter truncates where it makes bfloat16.
+RELATIVE = {torch.float32: 1e-5, torch.float16: 2.0**-11 * 1.01, torch.bfloat16: 2.0**-7}
+PADDING = 13  # elements around the rows of an input
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The modules of `triton_kernels`, as they are or as a copy with a fault has them."""
+
+    norm: ModuleType
+    heads: ModuleType
+    activation: ModuleType
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """expected: float64."""
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=RELATIVE[actual.dtype], atol=4e-6)
+
+
+def random_rows(generator: torch.Generator, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """[num_rows, width] on the device, its rows apart and NaN between them."""
+    wide = torch.full((num_rows, width + 2 * PADDING), torch.nan)
+    wide[:, PADDING:-PADDING] = torch.randn(num_rows, width, generator=generator) * 1.5
+    return wide.to(dtype).to(DEVICE)[:, PADDING:-PADDING]
+
+
+def assert_padding_untouched(rows: torch.Tensor) -> None:
+    width = rows.shape[1] + 2 * PADDING
+    wide = rows.as_strided((rows.shape[0], width), (width, 1), rows.storage_offset() - PADDING)
+    assert wide.isnan().sum() == rows.shape[0] * 2 * PADDING
+
+
+def norm64(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.cpu().double()
+    return x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt() * weight.cpu().double()
+
+
+def check_norm(kernels: Kernels, *, width: int, num_rows: int, dtype: torch.dtype, eps: float = 0.3) -> None:
+    generator = torch.Generator().manual_seed(width + num_rows)
+    x = random_rows(generator, num_rows, width, dtype)
+    weight = torch.randn(width, generator=generator).to(DEVICE)
+    out = kernels.norm.rms_norm(x, weight, eps)
+    assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, x.shape, True)
+    assert_near(out, norm64(x, weight, eps))
+
+
+def check_add_norm(kernels: Kernels, *, width: int, num_rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(width + num_rows)
+    x, y = (random_rows(generator, num_rows, width, dtype) for _ in range(2))
+    post, following = (torch.randn(width, generator=generator).to(DEVICE) for _ in range(2))
+    expected_x = x.cpu().double() + norm64(y, post, 0.3)
+    out = kernels.norm.add_norm(x, y, post_weight=post, post_eps=0.3, next_weight=following, next_eps=0.7)
+    assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, x.shape, True)
+    assert_near(x, expected_x)
+    # The norm is that of x as it is kept, exactly: so it is asked of the rounded one.
+    assert_near(out, norm64(x, following, 0.7))
+    assert_padding_untouched(x)
+
+
+def check_gated(kernels: Kernels, *, width: int, num_rows: int, dtype: torch.dtype, activation: str) -> None:
+    generator = torch.Generator().manual_seed(width + num_rows)
+    gate_up = random_rows(generator, num_rows, 2 * width, dtype)
+    if num_rows:
+        gate_up[0, : min(width, 4)] = torch.tensor([-60.0, 60.0, 0.0, -9.0])[:width]  # far into both tails
+    out = kernels.activation.gated_activation(gate_up, activation)
+    assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, (num_rows, width), True)
+    gate, up = gate_up.cpu().double()[:, :width], gate_up.cpu().double()[:, width:]
+    if activation == "silu":
+        activated = gate / (1 + (-gate).exp())
+    else:
+        activated = 0.5 * gate * (1 + ((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh())
+    assert_near(out, activated * up)
+
+
+def check_softcap(kernels: Kernels, *, width: int, num_rows: int, dtype: torch.dtype, softcap: float) -> None:
+    logits = random_rows(torch.Generator().manual_seed(width), num_rows, width, dtype) * 20
+    if num_rows:
+        logits[0, : min(width, 3)] = torch.tensor([-3e4, 3e4, 0.0])[:width]  # far above any cap
+    out = kernels.activation.capped_logits(logits, softcap)
+    assert (out.dtype, out.shape, out.is_contiguous()) == (torch.float32, (num_rows, width), True)
+    torch.testing.assert_close(
+        out.cpu().double(), (logits.cpu().double() / softcap).tanh() * softcap, rtol=1e-5, atol=3e-7 * softcap
+    )
+
+
+def rotated64(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x float64 [T, heads, dim], elements i and i + dim / 2 as one complex number, times that of the angle."""
+    half = x.shape[-1] // 2
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos.cpu().double(), sin.cpu().double())
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def check_heads(
+    kernels: Kernels,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_tokens: int,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    page_tokens: int = 4,
+    unslotted: Sequence[int] = (),
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """unslotted: tokens with slot -1, whose projection is NaN as a padded row's may be."""
+    cache_dtype = cache_dtype or dtype
+    generator = torch.Generator().manual_seed(head_dim + num_heads)
+    columns = random_rows(generator, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype)
+    query_norm, key_norm = (torch.randn(head_dim, generator=generator).to(DEVICE) for _ in range(2))
+    angles = torch.randn(num_tokens, 1, head_dim // 2, generator=generator) * 3
+    cos, sin = angles.cos().to(dtype).to(DEVICE), angles.sin().to(dtype).to(DEVICE)
+
+    # A page is wider than a unit, and this layer's part begins inside it.
+    token_elements = max(1, num_kv_heads) * head_dim
+    layer_bytes = page_tokens * 2 * token_elements * cache_dtype.itemsize
+    unit_bytes, offset_bytes, num_pages = 2 * layer_bytes + 64, layer_bytes, 2 + num_tokens
+    # One more page at either end: a kernel that writes to slot -1, or too far, finds memory there as in an arena.
+    arena = nan_arena((num_pages + 2) * unit_bytes).to(DEVICE)
+    spec = make_spec(
+        "full",
+        num_kv_heads=max(1, num_kv_heads),
+        k_dim=head_dim,
+        v_dim=head_dim,
+        itemsize_bytes=cache_dtype.itemsize,
+    )
+    cache: LayerCache = token_major_cache(
+        arena,
+        spec=spec,
+        dtype=cache_dtype,
+        page_tokens=page_tokens,
+        unit_bytes=unit_bytes,
+        offset_bytes=unit_bytes + offset_bytes,
+    )
+    slots = torch.randperm(num_pages * page_tokens, generator=generator)[:num_tokens]
+    for token in unslotted:
+        slots[token] = -1
+        columns[token] = torch.nan
+
+    query = kernels.heads.transform_heads(
+        columns,
+        HeadTransform(query_norm, key_norm, 0.3, cos, sin),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        cache=cache,
+        slots=slots.to(DEVICE),
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+    parts = columns.cpu().double().unflatten(1, (-1, head_dim))
+    expected_query = rotated64(norm64(parts[:, :num_heads], query_norm, 0.3), cos, sin)
+    expected_keys = rotated64(norm64(parts[:, num_heads : num_heads + num_kv_heads], key_norm, 0.3), cos, sin)
+    expected_values = parts[:, num_heads + num_kv_heads :]
+    assert (query.dtype, query.shape, query.is_contiguous()) == (dtype, (num_tokens, num_heads, head_dim), True)
+    slotted = slots >= 0
+    if num_heads:
+        assert_near(query[slotted], expected_query[slotted])
+        assert query[~slotted].isnan().all()
+
+    # By plain byte offsets; what has been compared is made NaN again, and then there must be nothing else.
+    left = arena.cpu()
+    row_bytes = token_elements * cache_dtype.itemsize
+    for token, slot in enumerate(slots.tolist()):
+        if slot < 0 or num_kv_heads == 0:
+            continue
+        page, in_page = divmod(slot, page_tokens)
+        begin = (1 + page) * unit_bytes + offset_bytes + in_page * row_bytes
+        for expected, scale, start in (
+            (expected_keys, k_scale, begin),
+            (expected_values, v_scale, begin + page_tokens * row_bytes),
+        ):
+            written = left[start : start + row_bytes]
+            assert_near(written.view(cache_dtype), expected[token].flatten() / scale)
+            written.fill_(0xFF)
+    assert (left == 0xFF).all()

@@ -1,0 +1,159 @@
+"""What a layer launches and how many bytes that moves, eager and fused: the figures in docs/gpu.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from lamella.attention.backend import LayerCache
+from lamella.model_executor.operators.base import DecoderLayer, HeadShape, Norm, Operators, Projection
+from lamella.model_executor.operators.torch_operators import TorchOperators
+from lamella.model_executor.operators.triton_kernels import activation, heads, norm
+from lamella.model_executor.operators.triton_kernels.compile_report import launches
+from lamella.model_executor.operators.triton_operators import TritonOperators
+from lamella.model_executor.step_attention import KVTarget
+
+VIEWS = {"t", "slice", "unflatten", "flatten", "split_with_sizes", "chunk", "view", "detach"}
+PRODUCTS = {"linear", "mm", "addmm"}
+ALLOCATIONS = {"new_empty", "empty"}
+
+META = torch.device("meta")
+CPU = torch.device("cpu")
+
+
+class TorchTraffic(TorchDispatchMode):
+    """Counts the operations of torch that would launch a kernel, and the bytes of what they read and write; those of
+    matrix products are not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        if name not in VIEWS:
+            self.counts[name] += 1
+        if name not in VIEWS | PRODUCTS:
+            tensors = [result]
+            for argument in args:
+                tensors += argument if isinstance(argument, (list, tuple)) else [argument]
+            self.num_bytes += sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
+        return result
+
+
+class Launches:
+    """Stands before a kernel and counts. What the interpreter asks of torch on the way is not counted."""
+
+    def __init__(self, kernel: Any, name: str, counts: Counter[str]) -> None:
+        self.kernel, self.name, self.counts = kernel, name, counts
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.counts[self.name] += 1
+
+        def launch(*arguments: Any, **constants: Any) -> None:
+            with _disable_current_modes():
+                self.kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+class QueriesThrough:
+    """Instead of attention: returns the queries that it is given. Has pages for K and V."""
+
+    def __init__(self, shape: HeadShape, num_tokens: int, device: torch.device) -> None:
+        pages = torch.zeros(num_tokens, 1, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16, device=device)
+        self.cache, self.slots = LayerCache(pages, pages.clone()), torch.arange(num_tokens, device=device)
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return q
+
+    def kv_target(self, layer: int) -> KVTarget:
+        return KVTarget(self.cache, self.slots)
+
+    def attend_written(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        return q
+
+
+def layer_traffic(
+    operators: Operators, shape: HeadShape, width: int, mlp_width: int, num_tokens: int, device: torch.device
+) -> TorchTraffic:
+    """Of one layer of a Gemma 3 in bfloat16."""
+
+    def projection(num_out: int, num_in: int) -> Projection:
+        made = Projection("weight", num_out, num_in, operators, torch.bfloat16)
+        weight = torch.zeros(num_out, num_in, dtype=torch.bfloat16, device=device)
+        made.weight = nn.Parameter(weight, requires_grad=False)
+        return made
+
+    def ones(size: int) -> Norm:
+        made = Norm(size, 1e-6)
+        made.weight = nn.Parameter(torch.ones(size, device=device), requires_grad=False)
+        return made
+
+    layer = DecoderLayer(
+        projection(sum(shape.sizes), width),
+        shape,
+        ones(shape.head_dim),
+        ones(shape.head_dim),
+        projection(width, shape.sizes[0]),
+        ones(width),
+        ones(width),
+        projection(2 * mlp_width, width),
+        projection(width, mlp_width),
+        ones(width),
+        ones(width),
+        "gelu_tanh",
+    )
+    tables = torch.zeros(num_tokens, 1, shape.head_dim // 2, dtype=torch.bfloat16, device=device)
+    x, normed = (torch.zeros(num_tokens, width, dtype=torch.bfloat16, device=device) for _ in range(2))
+    attention: Any = QueriesThrough(shape, num_tokens, device)
+    with torch.inference_mode(), TorchTraffic() as traffic:
+        operators.run_layers(attention, 0, [layer], [(tables, tables)], x, normed)
+    return traffic
+
+
+def test_a_fused_layer_is_four_products_and_four_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: Counter[str] = Counter()
+    for module, name in (
+        (norm, "norm_kernel"),
+        (norm, "add_norm_kernel"),
+        (heads, "heads_kernel"),
+        (activation, "gated_kernel"),
+    ):
+        monkeypatch.setattr(module, name, Launches(getattr(module, name), name, launched))
+    device = torch.device("cuda") if torch.cuda.is_available() else CPU
+    traffic = layer_traffic(TritonOperators(), HeadShape(2, 1, 16), 32, 48, 1, device)
+    assert launched == {"heads_kernel": 1, "add_norm_kernel": 2, "gated_kernel": 1}
+    launching = {name: count for name, count in traffic.counts.items() if name not in ALLOCATIONS}
+    assert set(launching) <= PRODUCTS
+    assert sum(launching.values()) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "width", "mlp_width", "eager_bytes", "fused_bytes"),
+    [
+        ("gemma-3-270m", HeadShape(4, 1, 256), 640, 2048, 132_096, 29_184),
+        ("gemma-3-27b", HeadShape(32, 16, 128), 5376, 21504, 960_512, 248_064),
+    ],
+    ids=["270m", "27b"],
+)
+def test_bytes_for_each_token(
+    name: str, shape: HeadShape, width: int, mlp_width: int, eager_bytes: int, fused_bytes: int
+) -> None:
+    """From one token to two: weights, which both read once, drop out."""
+    one, two = (layer_traffic(TorchOperators(), shape, width, mlp_width, count, META) for count in (1, 2))
+    assert one.counts == two.counts
+    assert sum(count for name, count in one.counts.items() if name in PRODUCTS) == 4
+    assert sum(one.counts.values()) == 40
+    write_kv = 2 * 2 * shape.sizes[1] * 2
+    assert two.num_bytes - one.num_bytes + write_kv == eager_bytes
+
+    rows = {launch.kernel: launch.row_bytes for launch in launches() if launch.shape in (name, f"{name}, gelu_tanh")}
+    assert rows["heads"] + 2 * rows["add_norm"] + rows["gated"] == fused_bytes

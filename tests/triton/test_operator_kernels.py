@@ -1,0 +1,234 @@
+"""The fused operators' kernels against float64 formulas, in every pair of width, dtype and number of rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lamella.attention.backend import LayerCache
+from lamella.attention.native_backend import HeadTransform
+from lamella.errors import ConfigError, InvariantError
+from lamella.model_executor.operators.triton_kernels import activation, heads, norm
+from tests.helpers.attention_cases import nan_arena
+from tests.helpers.operator_cases import (
+    Kernels,
+    assert_near,
+    check_add_norm,
+    check_gated,
+    check_heads,
+    check_norm,
+    check_softcap,
+    norm64,
+    rotated64,
+)
+from tests.helpers.pairwise import pairwise
+from tests.helpers.triton_cases import DEVICE
+
+KERNELS = Kernels(norm, heads, activation)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ROWS: dict[str, list[Any]] = {"width": [1, 79, 80, 640, 1152], "num_rows": [5, 0, 1], "dtype": DTYPES}
+HEADS: dict[str, list[Any]] = {
+    "heads": [(4, 1), (6, 2), (3, 3), (1, 1), (20, 9), (0, 2), (5, 0)],
+    "head_dim": [64, 96, 128, 256, 80, 16],
+    "num_tokens": [5, 0, 1],
+    "dtype": DTYPES,
+    "cache_dtype": [None, torch.float16, torch.float32],
+    "page_tokens": [1, 3, 16],
+    "has_unslotted": [False, True],
+    "scales": [(1.0, 1.0), (0.3, 1.0), (1.0, 5.0), (0.7, 0.2)],
+}
+
+# The interpreter computes exp in NumPy, which says when it overflows; to infinity is what the formulas ask for.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+
+def label(row: dict[str, Any]) -> str:
+    return "-".join(str(value).removeprefix("torch.") for value in row.values())
+
+
+@pytest.mark.parametrize("row", pairwise(ROWS), ids=label)
+def test_norms(row: dict[str, Any]) -> None:
+    check_norm(KERNELS, **row)
+    check_add_norm(KERNELS, **row)
+
+
+@pytest.mark.parametrize("row", pairwise(ROWS | {"activation": ["gelu_tanh", "silu"]}), ids=label)
+def test_gated_activations(row: dict[str, Any]) -> None:
+    check_gated(KERNELS, **row)
+
+
+@pytest.mark.parametrize("row", pairwise(ROWS | {"softcap": [30.0, 0.7]}), ids=label)
+def test_capped_logits(row: dict[str, Any]) -> None:
+    check_softcap(KERNELS, **row)
+
+
+@pytest.mark.parametrize("row", pairwise(HEADS), ids=label)
+def test_heads(row: dict[str, Any]) -> None:
+    row = dict(row)
+    num_heads, num_kv_heads = row.pop("heads")
+    k_scale, v_scale = row.pop("scales")
+    unslotted = [0, 2][: row["num_tokens"] // 2] if row.pop("has_unslotted") else []
+    check_heads(
+        KERNELS,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        unslotted=unslotted,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        **row,
+    )
+
+
+def test_rows_as_wide_as_a_program_takes() -> None:
+    check_add_norm(KERNELS, width=norm.MAX_WIDTH, num_rows=1, dtype=torch.float16)
+    with pytest.raises(ConfigError, match=r"rows of 16385 elements are too wide.*attention_backend='torch'"):
+        norm.norm_constants(norm.MAX_WIDTH + 1)
+
+
+def test_a_rows_result_does_not_depend_on_the_rows_beside_it() -> None:
+    """Bit for bit, alone or not; and a row that is no number spoils itself alone."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 640, generator=generator).to(DEVICE)
+    weight = torch.randn(640, generator=generator).to(DEVICE)
+    x[2] = torch.nan
+    options: dict[str, Any] = {"post_weight": weight, "post_eps": 1e-6, "next_weight": weight, "next_eps": 1e-6}
+    residual = x.clone()
+    outs = [
+        norm.rms_norm(x, weight, 1e-6),
+        norm.add_norm(residual, x, **options),
+        activation.gated_activation(x, "silu"),
+        activation.capped_logits(x, 3.0),
+    ]
+    for row in (0, 1, 3):
+        alone = x[row : row + 1].clone()
+        alone_outs = [
+            norm.rms_norm(alone, weight, 1e-6),
+            norm.add_norm(alone.clone(), alone, **options),
+            activation.gated_activation(alone, "silu"),
+            activation.capped_logits(alone, 3.0),
+        ]
+        for out, alone_out in zip(outs, alone_outs, strict=True):
+            assert alone_out.isfinite().all()
+            assert torch.equal(out[row], alone_out[0])
+    assert all(out[2].isnan().all() for out in [*outs, residual])
+
+
+def test_pages_beyond_two_to_the_31_elements(tmp_path: Path) -> None:
+    """On the CPU in a sparse file, so that no memory is taken. Offsets of 32 bits would wrap."""
+    dim, page_tokens, page = 16, 4, 5
+    unit = 1 << 29  # elements, of 2 bytes
+    assert page * unit > 1 << 31
+    size = (page + 1) * unit
+    if DEVICE.type == "cpu":
+        arena = torch.from_file(str(tmp_path / "arena"), shared=True, size=size, dtype=torch.float16)
+    else:
+        arena = torch.zeros(size, dtype=torch.float16, device=DEVICE)
+    pages = [arena.as_strided((page + 1, page_tokens, 1, dim), (unit, dim, dim, 1), start) for start in (0, 4096)]
+    generator = torch.Generator().manual_seed(2)
+    columns = torch.randn(1, 3 * dim, generator=generator).to(DEVICE)
+    angles = torch.randn(1, 1, dim // 2, generator=generator).to(DEVICE)
+    weight = torch.randn(dim, generator=generator).to(DEVICE)
+    heads.transform_heads(
+        columns,
+        HeadTransform(weight, weight, 0.3, angles.cos(), angles.sin()),
+        num_heads=1,
+        num_kv_heads=1,
+        cache=LayerCache(*pages),
+        slots=torch.tensor([page * page_tokens + 1], device=DEVICE),
+    )
+    key = rotated64(norm64(columns[:, dim : 2 * dim].unflatten(1, (1, dim)), weight, 0.3), angles.cos(), angles.sin())
+    assert_near(pages[0][page, 1, 0], key[0, 0])
+    assert_near(pages[1][page, 1, 0], columns[0, 2 * dim :].cpu().double())
+    assert not pages[0][page, 0].any()
+
+
+def test_pages_of_8_bit_floats() -> None:
+    """Heads of ones with signs, whose norm is 1, by weights that these floats hold: nothing is to be rounded. (The
+    interpreter rounds them wrongly: it loses the carry.)"""
+    generator = torch.Generator().manual_seed(4)
+    levels = torch.tensor([0.5, 0.8125, -1.75, 3.25, 11.0, 416.0, 0.015625, -0.001953125])
+    signs = torch.randint(2, (3, 2 * 32), generator=generator) * 2.0 - 1
+    values = levels[torch.randint(8, (3, 32), generator=generator)]
+    weight = levels.repeat(4)
+    pages = torch.zeros(2, 4, 1, 32, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    others = pages.clone()
+    tables = [table.to(DEVICE) for table in (torch.ones(3, 1, 16), torch.zeros(3, 1, 16))]
+    heads.transform_heads(
+        torch.cat((signs, values), 1).to(DEVICE),
+        HeadTransform(torch.ones(32, device=DEVICE), weight.to(DEVICE), 0.0, *tables),
+        num_heads=1,
+        num_kv_heads=1,
+        cache=LayerCache(pages, others),
+        slots=torch.tensor([6, -1, 1], device=DEVICE),
+    )
+    for written, expected in ((pages, signs[:, 32:] * weight), (others, values)):
+        rows = written.cpu().float().view(8, 32)
+        assert torch.equal(rows[[6, 1]], expected[[0, 2]])
+        assert not rows[[0, 2, 3, 4, 5, 7]].any()
+
+
+def heads_arguments(**overrides: Any) -> dict[str, Any]:
+    arena = nan_arena(1 << 12).view(torch.float32)
+    pages = arena.as_strided((4, 4, 2, 16), (128, 32, 16, 1))
+    tables = torch.ones(3, 1, 8)
+    arguments = {
+        "columns": torch.zeros(3, 6 * 16),
+        "transform": HeadTransform(torch.ones(16), torch.ones(16), 1e-6, tables, tables),
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "cache": LayerCache(pages, pages),
+        "slots": torch.zeros(3, dtype=torch.int64),
+    }
+    return arguments | overrides
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"columns": torch.zeros(3, 95)}, r"columns has shape \[3, 95\].*\[rows, 96\]"),
+        ({"columns": torch.zeros(96, 3).t()}, "elements of a row must be adjacent"),
+        ({"slots": torch.zeros(2, dtype=torch.int64)}, r"\[2\] slots for 3 tokens"),
+        ({"cache": LayerCache(*[torch.zeros(4, 2, 4, 16).transpose(1, 2)] * 2)}, "token-major pages of 2 heads of 16"),
+        (
+            {"transform": HeadTransform(None, torch.ones(16), 1e-6, *[torch.ones(3, 1, 8)] * 2)},
+            r"query_norm is None.*float32 \[16\]",
+        ),
+        (
+            {"transform": HeadTransform(torch.ones(16), torch.ones(16), 1e-6, *[torch.ones(2, 1, 8)] * 2)},
+            r"cos has shape \[2, 1, 8\]",
+        ),
+        (
+            {
+                "transform": HeadTransform(
+                    torch.ones(16), torch.ones(16), 1e-6, torch.ones(3, 1, 8), torch.ones(3, 1, 16)[..., :8]
+                )
+            },
+            "rows of different strides",
+        ),
+    ],
+)
+def test_heads_that_the_kernel_would_misread_are_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvariantError, match=message):
+        heads.transform_heads(**heads_arguments(**overrides))
+
+
+def test_rows_that_the_kernels_would_misread_are_refused() -> None:
+    x, weight = torch.zeros(3, 8), torch.ones(8)
+    rest: dict[str, Any] = {"post_weight": weight, "post_eps": 0.1, "next_weight": weight, "next_eps": 0.1}
+    with pytest.raises(InvariantError, match="must be adjacent"):
+        norm.rms_norm(torch.zeros(8, 3).t(), weight, 0.1)
+    with pytest.raises(InvariantError, match=r"weight is torch.float16 \[8\].*float32 \[8\]"):
+        norm.rms_norm(x, weight.half(), 0.1)
+    with pytest.raises(InvariantError, match="y has 2 rows and x has 3"):
+        norm.add_norm(x, x[:2], **rest)
+    with pytest.raises(InvariantError, match=r"next_weight is .*\[4\]"):
+        norm.add_norm(x, x, **rest | {"next_weight": weight[:4]})
+    with pytest.raises(InvariantError, match="gate_up has 7 columns"):
+        activation.gated_activation(x[:, :7], "silu")
+    with pytest.raises(InvariantError, match="activation='relu' is not known; choose one of gelu_tanh, silu"):
+        activation.gated_activation(x, "relu")
+    with pytest.raises(InvariantError, match="logits has shape"):
+        activation.capped_logits(x[0], 1.0)
