@@ -46,6 +46,7 @@ class EngineConfig:
     fixed pools.
     swa_full_tokens_ratio: tokens that a windowed pool holds per token of the full-attention pool, with kv_split
     "ratio" only; None: 0.8 or, without prefix caching, no more than max_num_seqs requests can hold.
+    async_scheduling: plan and launch a step while the one before it runs; None: on CUDA only. Outputs are the same.
     check_invariants: check the KV bookkeeping after every step (slow; for tests and debugging).
     cache_dir: where converted weights are kept; None: the user's cache folder.
     """
@@ -73,6 +74,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     kv_cache_memory_fraction: float = 0.4
     attention_backend: str = "auto"
+    async_scheduling: bool | None = None
     cache_dir: str | None = None
     check_invariants: bool = False
 
@@ -95,6 +97,10 @@ class EngineConfig:
             self._require_positive("max_model_len", 'or "auto"')
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ConfigError(f"seed={self.seed!r}: must be an integer of at least 0")
+        if self.async_scheduling not in (None, True, False):
+            raise ConfigError(
+                f"async_scheduling={self.async_scheduling!r}: must be True, False, or None to let the device decide"
+            )
         if not 0 < self.kv_cache_memory_fraction <= 1:
             raise ConfigError(f"kv_cache_memory_fraction={self.kv_cache_memory_fraction!r}: must lie in (0, 1]")
         if self.swa_full_tokens_ratio is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -15,6 +18,19 @@ from lamella.model_executor.receptive_field import ReceptiveField
 from lamella.model_executor.sampler import Sampler
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
 from lamella.model_executor.step_plan import GroupPlan, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that the device has been given. token_ids: int64 [S], its samples, on the device: the next step can be
+    launched with them before `result` is asked for."""
+
+    token_ids: torch.Tensor
+    wait: Callable[[], StepResult]
+
+    def result(self) -> StepResult:
+        """What the step computed, on the host; waits for it. Raises what the step raised."""
+        return self.wait()
 
 
 class ModelRunner:
@@ -44,6 +60,8 @@ class ModelRunner:
         self.sampler = Sampler()
         self.receptive_field = ReceptiveField(layout, attention_specs)
         self.prunes = prunes
+        self.device = arena.device
+        self._last_token_ids = torch.zeros(0, dtype=torch.int64, device=arena.device)  # of the step launched last
         self.places = []
         for layer, (spec, params) in enumerate(
             zip(attention_specs, model.attention_params(attention_specs), strict=True)
@@ -59,29 +77,46 @@ class ModelRunner:
             )
             self.places.append(LayerPlace(group, params, cache))
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Give the step to the device. What `plan.token_sources` names comes from the step launched before."""
+        result = self._run(plan)
+        self._last_token_ids = torch.from_numpy(result.token_ids).to(self.device)
+        return LaunchedStep(self._last_token_ids, lambda: result)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         self._copy_pages(plan)
-        device = self.arena.device
         metadata = [self._metadata(plan, group) for group in plan.groups]
 
         needed_tokens = self.receptive_field.needed_tokens(plan) if self.prunes else {}
-        token_ids, positions = plan.token_ids, plan.positions
+        token_ids, positions = self._token_ids(plan), torch.from_numpy(plan.positions).to(self.device)
         if 0 in needed_tokens:
-            token_ids, positions = token_ids[needed_tokens[0]], positions[needed_tokens[0]]
+            kept = torch.from_numpy(needed_tokens[0]).to(self.device)
+            token_ids, positions = token_ids[kept], positions[kept]
         hidden = self.model(
-            torch.from_numpy(token_ids).to(device),
-            torch.from_numpy(positions).to(device),
+            token_ids,
+            positions,
             StepAttention(self.backend, self.layout, self.places, metadata, needed_tokens),
         )
         if not len(plan.sample_requests):
             return StepResult(token_ids=np.zeros(0, dtype=np.int64), logprobs={})
         if len(hidden) > len(plan.sample_requests):  # it gave all tokens
-            hidden = hidden[torch.from_numpy(plan.sampled_tokens).to(device)]
+            hidden = hidden[torch.from_numpy(plan.sampled_tokens).to(self.device)]
         scores = self.model.logits(hidden)
         if isinstance(scores, torch.Tensor):
             return self.sampler(scores, plan.sampling)
         return sample_from_head(self.sampler, scores, plan.sampling)
+
+    def _token_ids(self, plan: StepPlan) -> torch.Tensor:
+        """int64 [T], on the device."""
+        token_ids = torch.from_numpy(plan.token_ids).to(self.device)
+        if plan.token_sources is None:
+            return token_ids
+        sources = torch.from_numpy(plan.token_sources).to(self.device)
+        return torch.where(sources < 0, token_ids, self._last_token_ids[sources.clamp(min=0)])
 
     def _copy_pages(self, plan: StepPlan) -> None:
         """Moved pages in their order, then copies on write, whose sources and targets nothing else touches."""
