@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,25 +26,16 @@ from lamella.engine.planned_steps import PlannedStep, Reached
 from lamella.engine.preemption import choose_victim, has_pending_blocks
 from lamella.engine.request import Request
 from lamella.engine.request_rows import RequestRows
+from lamella.engine.scheduler_counters import AdmissionCounters, SchedulerCounters
 from lamella.engine.step_builder import build_step_plan
 from lamella.engine.waiting_queue import WaitingQueue
 from lamella.errors import InvariantError
 from lamella.kv_cache.block_manager import HybridBlockManager
-from lamella.kv_cache.counters import HitCounters
 from lamella.kv_cache.prefix_tree import PrefixMatch
 from lamella.kv_cache.spec import ceil_div
 from lamella.model_executor.step_plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
-
-
-class SchedulerCounters(NamedTuple):
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_generated_tokens: int
-    num_steps: int
-    num_preemptions: int
-    hits: HitCounters
 
 
 class Scheduler:
@@ -80,10 +70,8 @@ class Scheduler:
         self._leaving: list[int] = []  # rows of ended requests that a planned step computes for nothing
         self._must_wait = False  # the next plan needs what only processing the planned steps can give
         self._restarted: Request | None = None  # had to start anew alone in an empty arena
-        self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
-        self._num_steps = self._num_preemptions = 0
-        self._num_admitted = 0  # first admissions; resumes do not count
-        self._hits = HitCounters()
+        self._num_generated_tokens = self._num_steps = self._num_preemptions = 0
+        self._admissions = AdmissionCounters()
 
     # The outside
 
@@ -101,12 +89,12 @@ class Scheduler:
 
     def counters(self) -> SchedulerCounters:
         return SchedulerCounters(
-            self._num_prompt_tokens,
-            self._num_cached_tokens,
+            self._admissions.num_prompt_tokens,
+            self._admissions.num_cached_tokens,
             self._num_generated_tokens,
             self._num_steps,
             self._num_preemptions,
-            self._hits,
+            self._admissions.hits,
         )
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -401,17 +389,7 @@ class Scheduler:
 
     def _count_admission(self, request: Request, match: PrefixMatch) -> None:
         if request.num_cached_tokens is None:  # a resume is no hit
-            num_cached = match.num_tokens - match.num_skipped_tokens
-            request.num_cached_tokens = num_cached
+            request.num_cached_tokens = match.num_tokens - match.num_skipped_tokens
             request.first_scheduled_time = time.monotonic()
-            request.admission_index = self._num_admitted
-            self._num_admitted += 1
-            self._num_prompt_tokens += request.num_prompt_tokens
-            self._num_cached_tokens += num_cached
-            num_partial_tokens = num_cached % self.manager.page_tokens
-            self._hits = self._hits.add(
-                num_full_tokens=num_cached - num_partial_tokens,
-                num_partial_tokens=num_partial_tokens,
-                num_replay_tokens=match.num_replayed_tokens,
-                num_skipped_tokens=match.num_skipped_tokens,
-            )
+            request.admission_index = self._admissions.num_requests
+            self._admissions = self._admissions.add(request, match, self.manager.page_tokens)

@@ -206,8 +206,8 @@ class HybridBlockManager(CommittingRows):
         return True
 
     def planned_copies(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Per group (source pages, target pages) to copy before the next step; `end_step` when they have run. Those that
-        there are while a step is in flight are that step's."""
+        """Per group (source pages, target pages) to copy before the next step; `end_step` when they have run. While a
+        step is in flight, those that there are are that step's."""
         if not self.copies or self.in_flight:
             return [(_NO_PAGES, _NO_PAGES)] * self.num_groups
         per_group = []

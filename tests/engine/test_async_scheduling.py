@@ -126,7 +126,9 @@ def test_outputs_are_those_of_one_step_after_the_other(engines, workload):
 
 
 def test_the_engine_plans_ahead_even_where_requests_are_preempted(folder):
-    workload = [Arrival(index, [*BASE[:20], 50 + index], dataclasses.replace(GREEDY, max_tokens=40), None) for index in range(6)]
+    workload = [
+        Arrival(index, [*BASE[:20], 50 + index], dataclasses.replace(GREEDY, max_tokens=40), None) for index in range(6)
+    ]
     results = []
     for is_async in (False, True):
         with Engine(model=folder, async_scheduling=is_async, **ARGUMENTS, **TIGHT) as engine:

@@ -179,7 +179,9 @@ class LateSimulation(Simulation):
             written = [(group, slot) for group, part in enumerate(plan.groups) for slot in part.slot_mapping.tolist()]
             for move in plan.moves:
                 pages = (*move.src_pages.tolist(), *move.dst_pages.tolist())
-                written += [(move.group, page * page_tokens + offset) for page in pages for offset in range(page_tokens)]
+                written += [
+                    (move.group, page * page_tokens + offset) for page in pages for offset in range(page_tokens)
+                ]
             for group, slot in written:
                 for layer in self.layout.groups[group].layers if slot >= 0 else ():
                     self.executor._entries(layer, slot // page_tokens)[slot % page_tokens] = None

@@ -67,8 +67,12 @@ def life(seed: int) -> LateSimulation:
     return simulation
 
 
+def battery() -> list[LateSimulation]:
+    return [life(seed) for seed in SEEDS]
+
+
 def test_the_battery_passes_with_no_fault_and_plans_ahead():
-    lives = [life(seed) for seed in SEEDS]
+    lives = battery()
     num_steps = sum(simulation.scheduler.counters().num_steps for simulation in lives)
     assert sum(simulation.num_ahead for simulation in lives) > num_steps / 3
     assert sum(simulation.num_discarded for simulation in lives) > 20
@@ -79,5 +83,4 @@ def test_the_battery_passes_with_no_fault_and_plans_ahead():
 @pytest.mark.parametrize("fault", ASYNC_FAULTS)
 def test_a_planted_fault_is_noticed(fault):
     with ASYNC_FAULTS[fault](), pytest.raises(NOTICED):
-        for seed in SEEDS:
-            life(seed)
+        battery()

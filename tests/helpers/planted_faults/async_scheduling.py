@@ -106,13 +106,6 @@ def only_the_last_step_rolled_back(original, scheduler):
     original(scheduler)
 
 
-@replaces(Scheduler, "roll_back", ASYNC_FAULTS)
-def only_the_first_step_rolled_back(original, scheduler):
-    while len(scheduler._planned) > 1:
-        scheduler._planned.pop()
-    original(scheduler)
-
-
 @replaces(PrefixMatch, "is_plain", ASYNC_FAULTS)
 def copies_planned_while_others_are_in_flight(original, *args):
     return True
