@@ -173,10 +173,10 @@ class Engine:
 
     def _launch(self, loaded: LoadedEngine) -> bool:
         """Plan and launch a step; False if there is none to launch now."""
-        plan = loaded.scheduler.schedule()
-        if plan is None:
-            return False
         try:
+            plan = loaded.scheduler.schedule()
+            if plan is None:
+                return False
             self._launched.append(loaded.runner.launch(plan))
         except BaseException:
             self._roll_back(loaded)

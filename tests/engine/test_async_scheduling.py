@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from lamella import LLM, ConfigError, Engine, SamplingParams
 from lamella.engine.request_rows import has_penalties
+from lamella.kv_cache.capacity import num_requests_that_fit
+from lamella.kv_cache.layout import build_layout
+from lamella.kv_cache.sizing import request_slabs
 from lamella.kv_cache.spec import ceil_div
 from lamella.model_executor.runner import LaunchedStep
 from tests.helpers.fake_executor import foretell
@@ -245,6 +248,26 @@ def test_a_window_holds_room_for_a_token_more():
                 held[-1] = max(held[-1], simulation.manager.usage()["sliding_9"].owned)
             assert simulation.outputs["r"] == foretell(None, range(12), 45)
         assert held == [ceil_div(8 + interval, 4), ceil_div(9 + interval, 4)]
+
+
+def test_as_many_requests_fit_as_without():
+    """Exactly as many slabs as three requests of 44 tokens need: none is preempted, though windows lag by a token."""
+    specs, length = [full(), sliding(9), sliding(5)], 44
+    layout = build_layout(specs, page_tokens=4)
+    sizes = {"context_tokens": length, "chunk_tokens": 4, "interval_tokens": 4}
+    num_slabs = next(count for count in range(1, 500) if num_requests_that_fit(layout, count, **sizes) == 3)
+    smallest = 1 + request_slabs(layout, max_model_len=length, chunk_tokens=4, interval_tokens=4)
+    for kind in (Simulation, LateSimulation):
+        simulation = kind(
+            specs, page_tokens=4, max_model_len=length, chunk_tokens=4, extra_slabs=num_slabs - smallest, max_num_seqs=3
+        )
+        assert simulation.manager.arena.num_slabs == num_slabs
+        for index in range(3):
+            simulation.add(f"r{index}", [index, 1, 2], length)
+        simulation.run()
+        assert simulation.scheduler.counters().num_preemptions == 0
+        for index in range(3):
+            assert simulation.outputs[f"r{index}"] == foretell(None, [index, 1, 2], length - 3)
 
 
 def test_equal_blocks_are_kept_once_and_none_is_taken_from_a_step_in_flight():
