@@ -97,7 +97,7 @@ class EngineConfig:
             self._require_positive("max_model_len", 'or "auto"')
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ConfigError(f"seed={self.seed!r}: must be an integer of at least 0")
-        if self.async_scheduling not in (None, True, False):
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
             raise ConfigError(
                 f"async_scheduling={self.async_scheduling!r}: must be True, False, or None to let the device decide"
             )

@@ -22,8 +22,9 @@ class PlannedStep(NamedTuple):
     admitted: frozenset[int]  # those of `rows` that this step is the first of
 
     @property
-    def computes_prompts(self) -> bool:
-        return bool(self.admitted or (self.num_new > 1).any())
+    def prompt_rows(self) -> set[int]:
+        """Those of `rows` whose prompts it computes, but for one that has a single token left."""
+        return {*self.admitted, *self.rows[self.num_new > 1].tolist()}
 
     def without(self, leaving: list[int], result: StepResult) -> tuple[PlannedStep, StepResult]:
         """The step and its result as if these rows had not been in it."""

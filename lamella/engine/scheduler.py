@@ -333,8 +333,6 @@ class Scheduler:
 
     def _admit(self, num_new: dict[int, int], budget: int) -> None:
         self.queue.new_round()
-        # One at a time, and not while prompts are computed: what is in the making cannot be found yet.
-        can_admit = not self._planned or not self._planned[-1].computes_prompts
         while self.queue and budget and self.rows.has_free_row:
             request = self.queue.next(self._num_steps)
             match = self.manager.match(request.token_ids, request.salt)
@@ -342,7 +340,7 @@ class Scheduler:
                 if self._slide_running():
                     continue
                 return
-            if self._planned and not (can_admit and match.is_plain and not self._admitted):
+            if self._planned and not self._can_admit_ahead(request, match):
                 self._must_wait = True
                 return
             row = self.rows.next_free_row
@@ -366,6 +364,11 @@ class Scheduler:
             num_new[row] = chunk
             budget -= chunk
             self._count_admission(request, match)
+
+    def _can_admit_ahead(self, request: Request, match: PrefixMatch) -> bool:
+        """Whether the request needs no more than pages, and nothing in flight makes more of its prompt to be found."""
+        in_the_making = self._planned[-1].prompt_rows | self._admitted
+        return match.is_plain and not self._admission.finds_more_later(request, match, in_the_making)
 
     def _begin(self, row: int, request: Request, match: PrefixMatch, most: int) -> int:
         """Room in `row` for the cached prefix and up to `most` tokens more; returns how many, 0 for none."""

@@ -296,17 +296,36 @@ def test_a_prefix_in_the_making_is_waited_for():
     assert found[1][0] >= found[0][0] > 0
 
 
-def test_what_comes_ahead_is_admitted_one_by_one():
-    simulation = LateSimulation([full()], page_tokens=4, max_num_seqs=3, extra_slabs=400)
-    simulation.add("a", range(6), 20)
-    for _ in range(3):
+def test_requests_are_admitted_ahead_unless_they_share_a_prefix():
+    for prompts, cached in (([range(20, 30), range(30, 40)], 0), ([range(20, 30), range(20, 30)], 8)):
+        simulation = LateSimulation([full()], page_tokens=4, max_num_seqs=3, extra_slabs=400)
+        simulation.add("a", range(6), 20)
+        for _ in range(3):
+            simulation.step()
+        for name, prompt in zip("bc", prompts, strict=True):
+            simulation.add(name, prompt, 5)
         simulation.step()
-    for name in ("b", "c"):
-        simulation.add(name, [*range(20, 30)], 5)
-    simulation.step()
-    assert [request.row >= 0 for request in simulation.requests.values()] == [True, True, False]
-    simulation.run()
-    assert simulation.requests["c"].num_cached_tokens == 8, "it did not run beside the first that had its prompt"
+        assert len(simulation.launched) == 1
+        assert [simulation.requests[name].row >= 0 for name in "bc"] == [True, cached == 0]
+        simulation.run()
+        assert simulation.requests["c"].num_cached_tokens == cached
+
+
+def test_the_next_turn_finds_the_answer_before_it_while_that_leaves():
+    answer = foretell(None, range(9), 20)
+    stop = next(token for index, token in enumerate(answer) if index > 8 and token not in answer[:index])
+    answer = answer[: answer.index(stop) + 1]
+    found = []
+    for kind in (Simulation, LateSimulation):
+        simulation = kind([full(), sliding(5)], page_tokens=4, extra_slabs=400)
+        first = simulation.add("a", range(9), 20, stop_token_ids=[stop])
+        simulation.add("b", range(30, 40), 40)
+        while not first.is_finished:
+            simulation.step()
+        second = simulation.add("c", [*range(9), *answer, 49, 48, 47, 46], 5)
+        simulation.run()
+        found.append(second.num_cached_tokens)
+    assert found == [9 + len(answer) - 1, 16], "all, or whole blocks: the last one is still the first request's"
 
 
 @dataclass(frozen=True)
