@@ -81,9 +81,9 @@ class LateSimulation(Simulation):
             self._spoil()
             self.launched.clear()
             self.scheduler.roll_back()
+            self._check()
         while self.launched and not self.scheduler.has_requests:
             self._process(fail=False)
-        self._check()
         return True
 
     def run(self, max_steps: int = 10_000) -> None:
@@ -191,28 +191,30 @@ class LateSimulation(Simulation):
         self._check_tree()
 
     def _check_tree(self) -> None:
-        tree, executor, page_tokens = self.manager.tree, self.executor, self.layout.page_tokens
+        tree, executor = self.manager.tree, self.executor
         given = [(request.salt, self._given_tokens(request)) for request in self.requests.values()]
-        paths: dict[int, tuple[str | None, list[int]]] = {node: (salt, []) for salt, node in tree.roots().items()}
+        # Node -> salt, tokens, tag of the last.
+        paths: dict[int, tuple[str | None, list[int], bytes]] = {
+            node: (salt, [], b"") for salt, node in tree.roots().items()
+        }
         # Parents before children: a parent ends earlier.
         for node in sorted(tree.nodes(), key=lambda node: int(tree.end[node])):
-            salt, before = paths[int(tree.parent[node])]
-            tokens = [*before, *np.frombuffer(tree._index.tokens(node), dtype=np.int32).tolist()]
-            paths[node] = salt, tokens
-            assert any(salt == other and known[: len(tokens)] == tokens for other, known in given), (
-                "the tree has tokens that no request was given"
-            )
+            salt, before, tag = paths[int(tree.parent[node])]
+            block = np.frombuffer(tree._index.tokens(node), dtype=np.int32).tolist()
+            tokens, tags = [*before, *block], tags_of(salt, block, tag)
+            paths[node] = salt, tokens, tags[-1]
+            assert tree.num_children[node] or any(
+                salt == other and known[: len(tokens)] == tokens for other, known in given
+            ), "the tree has tokens that no request was given"
             if node in tree.pending:
                 continue
-            tags = tags_of(salt, tokens)
             for group, spec in enumerate(self.layout.groups):
                 page = int(tree.page[group, node])
                 for layer in spec.layers if page != NULL_PAGE else ():
                     entries = executor._entries(layer, page)
-                    for offset, position in enumerate(range(len(before), len(tokens))):
-                        entry = entries[offset % page_tokens]
+                    for entry, tag, position in zip(entries, tags, range(len(before), len(tokens)), strict=False):
                         assert entry is not None, f"the tree has position {position}, which is not computed"
-                        assert entry.tag == tags[position], f"the tree has other KV at position {position}"
+                        assert entry.tag == tag, f"the tree has other KV at position {position}"
                         assert entry.is_exact, f"the tree has inexact KV at position {position}"
 
     def _given_tokens(self, request: Request) -> list[int]:

@@ -60,7 +60,7 @@ class AsyncMachine(SchedulerMachine):
 
 
 AsyncMachine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("LAMELLA_MACHINE_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("LAMELLA_MACHINE_EXAMPLES", "20")),
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),
