@@ -184,7 +184,7 @@ class Scheduler:
         If a step was to move pages, nobody knows which of them arrived: then all KV is forgotten, and every
         running request starts anew."""
         manager, preempted = self.manager, []
-        admitted: set[int] = set().union(*(step.admitted for step in self._planned))
+        admitted = {row for step in self._planned for row in step.admitted}
         failed = {row for step in self._planned for row in step.rows.tolist()}
         self._planned.clear()
         manager.in_flight = False

@@ -232,12 +232,11 @@ class HybridBlockManager(CommittingRows):
         Evicts as needed. False: no memory; the row keeps what it had.
 
         is_prefill: the step computes a chunk of the prompt: slide now, and use step pages. While a step is in flight
-        there are none, and pages instead only from idle memory."""
+        there are none: False where the chunk should have any."""
         self._slide(row, num_computed if num_processed is None else num_processed, is_prefill=is_prefill)
-        if is_prefill and self.tree.windowed_groups and self.in_flight:
-            num_blocks = ceil_div(num_computed + num_new, self.page_tokens)
-            return self._fits_into_idle_memory(row, num_blocks) and self._extend(row, num_blocks)
-        if is_prefill and self.tree.windowed_groups:
+        if is_prefill and self.in_flight and self._needs_step_pages(row, num_computed, num_computed + num_new):
+            return False
+        if is_prefill and self.tree.windowed_groups and not self.in_flight:
             return self._extend_for_chunk(row, num_computed, num_computed + num_new)
         return self._extend(row, ceil_div(num_computed + num_new, self.page_tokens))
 

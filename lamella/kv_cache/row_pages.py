@@ -209,6 +209,12 @@ class RowPages:
                 start = max(start, kept_end // page_tokens)
         return passing
 
+    def _needs_step_pages(self, row: int, num_computed: int, end: int) -> bool:
+        """Whether the chunk [num_computed, end) has blocks for step pages, and too little memory idles to do without."""
+        if not self.step_pages.num_tokens or not self._passing_blocks(row, num_computed, end):
+            return False
+        return not self._fits_into_idle_memory(row, ceil_div(end, self.page_tokens))
+
     def _fits_into_idle_memory(self, row: int, num_blocks: int) -> bool:
         old = self._num_blocks_at[row]
         num_bytes = sum(
