@@ -130,7 +130,7 @@ def test_outputs_are_those_of_one_step_after_the_other(engines, workload):
 
 def test_the_engine_plans_ahead_even_where_requests_are_preempted(folder):
     workload = [
-        Arrival(index, [*BASE[:20], 50 + index], dataclasses.replace(GREEDY, max_tokens=40), None) for index in range(6)
+        Arrival(index, [50 + index, *BASE[:20]], dataclasses.replace(GREEDY, max_tokens=40), None) for index in range(6)
     ]
     results = []
     for is_async in (False, True):
