@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+
+import numpy as np
 
 from lamella.engine.request import Request
 from lamella.engine.request_rows import RequestRows
@@ -99,6 +102,20 @@ class Admission:
             fits = num_bytes <= share * arena_bytes(manager)
             has_spare_room = num_bytes + self._expected_bytes_of_others(match) <= arena_bytes(manager)
         return fits and (has_spare_room or not self._should_wait(len(running), num_waiting))
+
+    def finds_more_later(self, request: Request, match: PrefixMatch, rows: Iterable[int]) -> bool:
+        """Whether the request would find at least a block more of its prompt once what these rows compute is in
+        the cache; or what it finds is pending."""
+        manager, tokens = self._manager, request.token_ids
+        if not manager.enable_prefix_caching:
+            return False
+        length = match.num_tokens + manager.page_tokens
+        return not manager.tree.pending.isdisjoint(match.path) or any(
+            length <= min(len(tokens), int(self._rows.num_tokens[row]))
+            and self._rows.request(row).salt == request.salt
+            and np.array_equal(self._rows.tokens[row, :length], tokens[:length])
+            for row in rows
+        )
 
     def _wanted_pages(self, request: Request, match: PrefixMatch, running: list[int]) -> list[int]:
         """Pages per group that the request, and prefills that run, have yet to take."""

@@ -49,6 +49,7 @@ class EngineConfig:
     fixed pools.
     swa_full_tokens_ratio: tokens that a windowed pool holds per token of the full-attention pool, with kv_split
     "ratio" only; None: 0.8 or, without prefix caching, no more than max_num_seqs requests can hold.
+    async_scheduling: plan and launch a step while the one before it runs; None: on CUDA only. Outputs are the same.
     check_invariants: check the KV bookkeeping after every step (slow; for tests and debugging).
     cache_dir: where converted weights are kept; None: the user's cache folder.
     """
@@ -78,6 +79,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     attention_backend: str = "auto"
+    async_scheduling: bool | None = None
     cache_dir: str | None = None
     check_invariants: bool = False
 
@@ -103,6 +105,10 @@ class EngineConfig:
         for name in ("kv_cache_memory_fraction", "gpu_memory_utilization"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must lie in (0, 1]")
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise ConfigError(
+                f"async_scheduling={self.async_scheduling!r}: must be True, False, or None to let the device decide"
+            )
         if self.swa_full_tokens_ratio is not None:
             check_ratio(self.swa_full_tokens_ratio)
             if self.kv_split != "ratio":

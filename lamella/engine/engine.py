@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,6 +24,7 @@ from lamella.kv_cache.block_manager import GroupUsage
 from lamella.kv_cache.counters import KVCacheCounters, count_kv_cache
 from lamella.kv_cache.report import kv_cache_report
 from lamella.model_executor.model_config import ModelConfig
+from lamella.model_executor.runner import LaunchedStep
 from lamella.model_executor.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,9 @@ class Engine:
         self.max_model_len = self._loaded.pool.max_model_len
         self._outputs = OutputProcessor(self._loaded.tokenizer)
         self._num_arrived = 0
+        self._launched: deque[LaunchedStep] = deque()  # oldest first; between calls of `step` one at most
+        wants_async = self.config.async_scheduling
+        self.is_async = self._loaded.runner.device.type == "cuda" if wants_async is None else wants_async
         self.load_seconds = time.monotonic() - started
 
     # Requests
@@ -140,6 +145,7 @@ class Engine:
                     if not request.is_finished:
                         loaded.scheduler.finish(request, "abort")
                 outputs.append(self._outputs.abort(one))
+        self._drop_moot_steps(loaded)
         return outputs
 
     def has_unfinished_requests(self) -> bool:
@@ -151,23 +157,56 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the batch; returns the outputs of requests that got a token (or, for
-        FINAL_ONLY, that finished)."""
+        FINAL_ONLY, that finished). With async scheduling the next step is launched before this one's outputs are made.
+
+        If a step fails, its requests and those of a step launched after it wait again, and the error is raised."""
         loaded = self._require_open()
-        plan = loaded.scheduler.schedule()
-        if plan is None:
+        if not self._launched and not self._launch(loaded):
             return []
+        if self.is_async:
+            self._launch(loaded)
+        outputs = self._process(loaded)
+        self._drop_moot_steps(loaded)
+        if self.config.check_invariants:
+            self.check_invariants()
+        return outputs
+
+    def _launch(self, loaded: LoadedEngine) -> bool:
+        """Plan and launch a step; False if there is none to launch now."""
         try:
-            result = loaded.runner.execute(plan)
+            plan = loaded.scheduler.schedule()
+            if plan is None:
+                return False
+            self._launched.append(loaded.runner.launch(plan))
         except BaseException:
-            loaded.scheduler.roll_back()
+            self._roll_back(loaded)
+            raise
+        return True
+
+    def _process(self, loaded: LoadedEngine) -> list[RequestOutput]:
+        """Wait for the oldest launched step and take in what it computed."""
+        try:
+            result = self._launched.popleft().result()
+        except BaseException:
+            self._roll_back(loaded)
             raise
         new_tokens = loaded.scheduler.update(result)
         outputs, stopped = self._outputs.process(new_tokens)
         for request, stop_string in stopped:
             loaded.scheduler.finish(request, "stop", stop_string)
-        if self.config.check_invariants:
-            self.check_invariants()
         return outputs
+
+    def _drop_moot_steps(self, loaded: LoadedEngine) -> None:
+        """Where no request is left, steps in flight compute nothing for anybody: have their memory back."""
+        while self._launched and not len(self._outputs):
+            try:
+                self._process(loaded)
+            except Exception:  # nobody's tokens are lost, and the outputs that are ready must not be
+                logger.warning("a step in flight that no request needed any more failed", exc_info=True)
+
+    def _roll_back(self, loaded: LoadedEngine) -> None:
+        self._launched.clear()
+        loaded.scheduler.roll_back()
 
     # The rest
 
@@ -224,6 +263,7 @@ class Engine:
     def close(self) -> None:
         """Give all memory back. Unfinished requests are dropped; closing twice is fine."""
         self._loaded = None
+        self._launched.clear()
         self._outputs.clear()
 
     def __enter__(self) -> Engine:

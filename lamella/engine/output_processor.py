@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass
 
 from lamella.engine.detokenizer import IncrementalDetokenizer
+from lamella.engine.new_tokens import NewTokens
 from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from lamella.engine.request import Request
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
-from lamella.engine.scheduler import NewTokens
 from lamella.model_executor.step_plan import TokenLogprobs
 from lamella.model_executor.tokenizer import Tokenizer
 

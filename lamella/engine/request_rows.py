@@ -9,7 +9,16 @@ from typing import NamedTuple
 import numpy as np
 
 from lamella.engine.request import NO_ROW, Request
+from lamella.engine.sampling_params import SamplingParams
 from lamella.model_executor.step_plan import SamplingBatch
+
+# Parameters by which a draw depends on the tokens before it, and the values that switch them off.
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether a draw depends on which tokens were drawn before, so that the host must know them to plan it."""
+    return any(getattr(params, name, off) != off for name, off in PENALTIES.items())
 
 
 class _SampledRows(NamedTuple):
@@ -42,6 +51,7 @@ class RequestRows:
         self.seeds = np.zeros(num_rows, dtype=np.uint64)
         self.min_tokens = np.zeros(num_rows, dtype=np.int64)
         self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
+        self.num_with_penalties = 0  # requests in rows, see `has_penalties`
         # Ids that end some request in a row, with how many rows each: what sampled tokens are screened for.
         self._end_token_counts: Counter[int] = Counter()
         self.end_token_ids = np.zeros(0, dtype=np.int64)
@@ -81,6 +91,7 @@ class RequestRows:
         self.seeds[row] = request.seed
         self.min_tokens[row] = params.min_tokens
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.num_with_penalties += has_penalties(params)
         self._count_end_tokens(request, +1)
         return row
 
@@ -92,6 +103,7 @@ class RequestRows:
         self.requests[row] = None
         self._sampled = None
         self._free_rows.append(row)
+        self.num_with_penalties -= has_penalties(request.params)
         self._count_end_tokens(request, -1)
         return request
 
@@ -108,10 +120,12 @@ class RequestRows:
         """The requests in `rows` (int64 [S], none empty). The list is shared: not to be changed."""
         return self._of(rows).requests
 
-    def sampling_batch(self, rows: np.ndarray) -> SamplingBatch:
-        """How to sample the next token of each of `rows` (int64 [S]). Steps share arrays: not to be written to."""
+    def sampling_batch(self, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> SamplingBatch:
+        """How to sample the next token of each of `rows` (int64 [S]). Steps share arrays: not to be written to.
+
+        num_tokens: int64 [num_rows], tokens of each row then; None: those that are known."""
         sampled = self._of(rows)
-        draw_index = self.num_tokens[rows] - sampled.num_prompt_tokens
+        draw_index = (self.num_tokens if num_tokens is None else num_tokens)[rows] - sampled.num_prompt_tokens
         banned = {}
         if sampled.has_min_tokens:
             for index in (draw_index < self.min_tokens[rows]).nonzero()[0].tolist():

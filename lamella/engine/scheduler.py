@@ -5,60 +5,37 @@
        └────preempt───────┘   what was computed stays in the prefix cache, so a resume is cheap
 
 The oldest running request is never preempted for another, so there is always progress.
+
+A step can be planned while the one before it runs: *ahead*. Such a plan takes only memory that is free or cached. What
+needs more, to move pages, to take them from a request, to copy or to replay, waits until nothing is in flight
+(docs/async_scheduling.md).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import deque
 
 import numpy as np
 
 from lamella.engine.admission import Admission, most_replay_tokens
 from lamella.engine.gathered_tables import GatheredTables
+from lamella.engine.new_tokens import NewTokens, append_tokens
+from lamella.engine.planned_steps import PlannedStep, Reached
 from lamella.engine.preemption import choose_victim, has_pending_blocks
 from lamella.engine.request import Request
 from lamella.engine.request_rows import RequestRows
+from lamella.engine.scheduler_counters import AdmissionCounters, SchedulerCounters
 from lamella.engine.step_builder import build_step_plan
 from lamella.engine.waiting_queue import WaitingQueue
 from lamella.errors import InvariantError
 from lamella.kv_cache.block_manager import HybridBlockManager
-from lamella.kv_cache.counters import HitCounters
 from lamella.kv_cache.prefix_tree import PrefixMatch
 from lamella.kv_cache.spec import ceil_div
 from lamella.model_executor.step_plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
-
-
-class NewToken(NamedTuple):
-    """One token that a step gave a request. The request's finish_reason says whether it was the last."""
-
-    request: Request
-    token_id: int
-
-
-class NewTokens(NamedTuple):
-    """All tokens of a step, as columns; `each` goes through them one by one. ended: the requests that got their
-    last token."""
-
-    requests: list[Request]
-    token_ids: list[int]
-    ended: list[Request]
-
-    def each(self) -> Iterator[NewToken]:
-        return map(NewToken, self.requests, self.token_ids)
-
-
-class SchedulerCounters(NamedTuple):
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_generated_tokens: int
-    num_steps: int
-    num_preemptions: int
-    hits: HitCounters
 
 
 class Scheduler:
@@ -89,10 +66,12 @@ class Scheduler:
         self._num_new = np.zeros(0, dtype=np.int64)
         self._one_each = np.ones(max_num_seqs, dtype=np.int64)
         self._admitted: set[int] = set()  # rows that the step in preparation admits
-        self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
-        self._num_steps = self._num_preemptions = 0
-        self._num_admitted = 0  # first admissions; resumes do not count
-        self._hits = HitCounters()
+        self._planned: deque[PlannedStep] = deque()  # not processed yet, oldest first: two at most
+        self._leaving: list[int] = []  # rows of ended requests that a planned step computes for nothing
+        self._must_wait = False  # the next plan needs what only processing the planned steps can give
+        self._restarted: Request | None = None  # had to start anew alone in an empty arena
+        self._num_generated_tokens = self._num_steps = self._num_preemptions = 0
+        self._admissions = AdmissionCounters()
 
     # The outside
 
@@ -110,16 +89,16 @@ class Scheduler:
 
     def counters(self) -> SchedulerCounters:
         return SchedulerCounters(
-            self._num_prompt_tokens,
-            self._num_cached_tokens,
+            self._admissions.num_prompt_tokens,
+            self._admissions.num_cached_tokens,
             self._num_generated_tokens,
             self._num_steps,
             self._num_preemptions,
-            self._hits,
+            self._admissions.hits,
         )
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a request wherever it is. Its pages become cache or are freed. Not during a step."""
+        """End a request wherever it is. Its pages become cache or are freed, once no step in flight is to use them."""
         request.finish_reason, request.stop_reason = reason, stop_reason
         if request.row >= 0:
             self._leave_row(request.row)
@@ -127,15 +106,27 @@ class Scheduler:
             self.queue.discard(request)
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step and reserve its memory; None when nothing can run."""
+        """Plan the next step and reserve its memory; None when nothing can run, or not before the step in flight is
+        processed. One step may be in flight: planned by the call before, and not given to `update` yet."""
+        assert len(self._planned) < 2, "two steps are in flight: update with the result of the first"
+        in_flight = self._planned[-1] if self._planned else None
+        if in_flight is not None and not self._can_plan_ahead():
+            return None
+        self._must_wait = False
+        self.manager.in_flight = in_flight is not None
+        reached = Reached.after(self.rows, in_flight)
         self._admitted.clear()
         num_preemptions = self._num_preemptions
-        self._scheduled = decodes = self._grow_decodes()
+        self._scheduled = decodes = self._grow_decodes(reached)
+        if self._must_wait:
+            return None  # what has been taken for this plan serves the next one
         self._num_new = self._one_each[: len(decodes)]
         if self.queue or len(decodes) < len(self.running):
             num_new = dict.fromkeys(decodes.tolist(), 1)
             budget = min(self.max_num_batched_tokens - len(num_new), self._admission.prefill_tokens())
-            budget = self._continue_prefills(num_new, budget)
+            budget = self._continue_prefills(num_new, budget, reached)
+            if self._must_wait:
+                return None
             if self._num_preemptions == num_preemptions:
                 self._admit(num_new, budget)
             # Memory for a later row may have come from one that was planned before.
@@ -145,14 +136,26 @@ class Scheduler:
             self._num_new = np.array([num_new[row] for row in planned], dtype=np.int64)
         if not len(self._scheduled):
             return None
-        return build_step_plan(self.rows, self.manager, self._tables, self._scheduled, self._num_new)
+        if self._admitted and in_flight is not None:  # they came after `reached`
+            reached = Reached.after(self.rows, in_flight)
+        plan = build_step_plan(self.rows, self.manager, self._tables, self._scheduled, self._num_new, reached)
+        sampled_rows = self._scheduled[plan.sample_requests]
+        self._planned.append(PlannedStep(self._scheduled, self._num_new, sampled_rows, frozenset(self._admitted)))
+        return plan
 
     def update(self, result: StepResult) -> NewTokens:
-        """Take in what the step computed: positions, finished blocks, sampled tokens, finishes."""
+        """Take in what the oldest planned step computed: positions, finished blocks, sampled tokens, finishes."""
         rows, manager = self.rows, self.manager
+        step = self._planned.popleft()
+        manager.in_flight = bool(self._planned)
         manager.end_step()
-        scheduled = self._scheduled
-        computed = rows.num_computed[scheduled] + self._num_new
+        if self._leaving:
+            step, result = step.without(self._leaving, result)
+            for row in [row for row in self._leaving if not self._is_in_flight(row)]:
+                self._leaving.remove(row)
+                self._vacate(row, keep=row not in step.admitted)
+        scheduled = step.rows
+        computed = rows.num_computed[scheduled] + step.num_new
         rows.num_computed[scheduled] = computed
         self._num_steps += 1
         ends_prompt = computed == rows.num_prompt_tokens[scheduled]
@@ -161,86 +164,114 @@ class Scheduler:
         events = scheduled[to_commit], computed[to_commit], ends_prompt[to_commit]
         for row, num_computed, ends in zip(*(event.tolist() for event in events), strict=True):
             manager.commit(row, rows.tokens[row], num_computed, ends_prompt=ends)
-        is_chunk = self._num_new > 1
+        is_chunk = step.num_new > 1
         for row, num_computed in zip(scheduled[is_chunk].tolist(), computed[is_chunk].tolist(), strict=True):
             # But for a block more, for who is preempted now may be resumed inside its last block.
             manager.slide(row, max(0, num_computed - manager.page_tokens))
         sampled = computed == rows.num_tokens[scheduled]
         # Let that go as well at the first decode.
         rows.due[scheduled[sampled & is_chunk]] = 0
-        new_tokens = self._append(scheduled[sampled], result)
+        new_tokens = append_tokens(rows, step.sampled_rows, result)
+        self._num_generated_tokens += len(new_tokens.token_ids)
         for request in new_tokens.ended:
             self._leave_row(request.row)
         return new_tokens
 
     def roll_back(self) -> None:
-        """The planned step failed: its requests go back to waiting with what earlier steps computed.
+        """A planned step failed: the requests of all that are planned go back to waiting with what earlier steps
+        computed.
 
-        If the step was to move pages, nobody knows which of them arrived: then all KV is forgotten, and every
+        If a step was to move pages, nobody knows which of them arrived: then all KV is forgotten, and every
         running request starts anew."""
         manager, preempted = self.manager, []
+        admitted = {row for step in self._planned for row in step.admitted}
+        failed = {row for step in self._planned for row in step.rows.tolist()}
+        self._planned.clear()
+        manager.in_flight = False
         if manager.moves:
             for row in self.running[::-1]:
                 self._preempt(row, keep=False)
+            for row in self._leaving:
+                self._vacate(row, keep=False)
+            self._leaving.clear()
             manager.end_step()
             manager.reset_prefix_cache()
             return
-        for row in sorted(self._scheduled.tolist(), key=self.running.index, reverse=True):
+        for row in [*self._leaving, *(row for row in self.running[::-1] if row in failed)]:
             # What it found may be what the failed step was to compute, or only half replayed.
-            is_new = row in self._admitted or manager.is_replaying(row)
+            is_new = row in admitted or manager.is_replaying(row)
             if not is_new:
                 self.rows.num_computed[row] = manager.roll_back(row, int(self.rows.num_computed[row]))
-            preempted.append(self._preempt(row, keep=not is_new))
+            if row in self._leaving:
+                self._vacate(row, keep=not is_new)
+            else:
+                preempted.append(self._preempt(row, keep=not is_new))
+        self._leaving.clear()
         manager.end_step()
         for request in preempted:
             self.queue.expect_first(request)
 
     # Running requests
 
-    def _grow_decodes(self) -> np.ndarray:
+    def _can_plan_ahead(self) -> bool:
+        """Whether a step can be planned while another is in flight. A request that restarted alone in an empty arena
+        has room for certain only step by step, as the arena was sized."""
+        if self._restarted is not None and self._restarted.is_finished:
+            self._restarted = None
+        return not (self._must_wait or self._restarted or self.manager.moves or self.rows.num_with_penalties)
+
+    def _grow_decodes(self, reached: Reached) -> np.ndarray:
         """Rows (int64, oldest first) that decode one token, with room for it; only those at a block boundary cost
         anything."""
         rows = self.rows
         running = np.array(self.running, dtype=np.int64)
-        computed = rows.num_computed[running]
-        decodes = rows.num_tokens[running] - computed == 1
+        computed = reached.num_computed[running]
+        num_tokens = reached.num_tokens[running]
+        decodes = num_tokens - computed == 1
+        if self._planned:  # who gets the last token from the step in flight needs no more
+            decodes &= num_tokens < rows.max_total_tokens[running]
         num_preemptions = self._num_preemptions
         due = decodes & (computed >= rows.due[running])
         for row, position in zip(running[due].tolist(), computed[due].tolist(), strict=True):
             if rows.requests[row] is None:
                 continue  # preempted for one before
-            has_room = self.manager.grow(row, position, 1, is_prefill=False)
-            if has_room or self._grow_or_preempt(row, 1, is_prefill=False):
+            has_room = self.manager.grow(row, position, 1, is_prefill=False, num_processed=int(rows.num_computed[row]))
+            if has_room or self._grow_or_preempt(row, 1, reached, is_prefill=False):
                 rows.due[row] = self.manager.next_due(row)
         if self._num_preemptions > num_preemptions:
             decodes &= [rows.requests[row] is not None for row in running.tolist()]
         decoding: np.ndarray = running[decodes]
         return decoding
 
-    def _continue_prefills(self, num_new: dict[int, int], budget: int) -> int:
+    def _continue_prefills(self, num_new: dict[int, int], budget: int, reached: Reached) -> int:
         rows = self.rows
         for row in list(self.running):
-            if rows.requests[row] is None or row in num_new or budget == 0:
+            remaining = int(reached.num_tokens[row] - reached.num_computed[row])
+            if rows.requests[row] is None or row in num_new or budget == 0 or remaining == 1:
                 continue
-            remaining = int(rows.num_tokens[row] - rows.num_computed[row])
-            chunk = self._grow_or_preempt(row, min(remaining, budget, self.chunk_tokens), is_prefill=True)
+            chunk = self._grow_or_preempt(row, min(remaining, budget, self.chunk_tokens), reached, is_prefill=True)
             if chunk:
-                self.manager.commit_ahead(row, rows.tokens[row], int(rows.num_computed[row]) + chunk)
+                if not self._planned:
+                    self.manager.commit_ahead(row, rows.tokens[row], int(rows.num_computed[row]) + chunk)
                 num_new[row] = chunk
                 budget -= chunk
         return budget
 
-    def _grow_or_preempt(self, row: int, most: int, *, is_prefill: bool) -> int:
+    def _grow_or_preempt(self, row: int, most: int, reached: Reached, *, is_prefill: bool) -> int:
         """Room for up to `most` tokens of `row`, taken from those that lose least by it if need be.
 
-        Returns how many tokens there is room for; 0 when `row` itself had to leave.
+        Returns how many tokens there is room for; 0 when `row` itself had to leave, or when a step is in flight that
+        must be processed first.
         """
-        computed = int(self.rows.num_computed[row])
+        computed, num_processed = int(reached.num_computed[row]), int(self.rows.num_computed[row])
         while True:
             chunk = most
             while chunk:
-                if self.manager.grow(row, computed, chunk, is_prefill=is_prefill):
+                if self.manager.grow(row, computed, chunk, is_prefill=is_prefill, num_processed=num_processed):
                     return chunk
+                if self._planned:
+                    self._must_wait = True
+                    return 0
                 # Fewer pages may still be had: half the chunk, up to a block boundary.
                 shorter = ceil_div(computed + chunk // 2, self.manager.page_tokens) * self.manager.page_tokens
                 chunk = shorter - computed if shorter - computed < chunk else 0
@@ -250,7 +281,7 @@ class Scheduler:
                 # Alone and still no room: its pages lie scattered over slabs that other groups need.
                 # From an empty arena the sizing guarantees that it fits.
                 logger.info("request %s restarts in an empty arena", self.rows.request(row).request_id)
-                self._preempt(row, keep=False)
+                self._restarted = self._preempt(row, keep=False)
                 self.manager.reset_prefix_cache()
                 return 0
             victim = choose_victim(self.manager, self.rows, self.running)
@@ -280,9 +311,22 @@ class Scheduler:
         return request
 
     def _leave_row(self, row: int) -> None:
-        rows = self.rows
-        self.manager.release(row, rows.tokens[row], int(rows.num_computed[row]))
         self.running.remove(row)
+        if self._is_in_flight(row):
+            self._leaving.append(row)
+        else:
+            self._vacate(row)
+
+    def _is_in_flight(self, row: int) -> bool:
+        return any((step.rows == row).any() for step in self._planned)
+
+    def _vacate(self, row: int, *, keep: bool = True) -> None:
+        rows = self.rows
+        num_computed = int(rows.num_computed[row])
+        if keep and has_pending_blocks(self.manager, row, num_computed) and not self.manager.is_replaying(row):
+            # It ended while its first steps were in flight, which do not count.
+            rows.num_computed[row] = num_computed = self.manager.roll_back(row, num_computed)
+        self.manager.release(row, rows.tokens[row], num_computed, keep=keep)
         self._admission.note_finished(rows.take(row))
 
     # Admission
@@ -296,13 +340,18 @@ class Scheduler:
                 if self._slide_running():
                     continue
                 return
+            if self._planned and not self._can_admit_ahead(request, match):
+                self._must_wait = True
+                return
             row = self.rows.next_free_row
             most = min(len(request.token_ids) - match.num_tokens, budget, self.chunk_tokens)
             chunk = self._begin(row, request, match, most)
             if not chunk:
                 if self._slide_running():
                     continue
-                if not self.running:
+                if self._planned:
+                    self._must_wait = True
+                elif not self.running:
                     self._clear_for(request, match)
                 return
             self.queue.discard(request)
@@ -310,10 +359,16 @@ class Scheduler:
             self.running.append(row)
             self._admitted.add(row)
             self.rows.due[row] = self.manager.next_due(row)
-            self.manager.commit_ahead(row, request.token_ids, match.num_tokens + chunk)
+            if not self._planned:
+                self.manager.commit_ahead(row, request.token_ids, match.num_tokens + chunk)
             num_new[row] = chunk
             budget -= chunk
             self._count_admission(request, match)
+
+    def _can_admit_ahead(self, request: Request, match: PrefixMatch) -> bool:
+        """Whether the request needs no more than pages, and nothing in flight makes more of its prompt to be found."""
+        in_the_making = self._planned[-1].prompt_rows | self._admitted
+        return match.is_plain and not self._admission.finds_more_later(request, match, in_the_making)
 
     def _begin(self, row: int, request: Request, match: PrefixMatch, most: int) -> int:
         """Room in `row` for the cached prefix and up to `most` tokens more; returns how many, 0 for none."""
@@ -321,7 +376,7 @@ class Scheduler:
             return 0
         chunk = most
         while chunk and not self.manager.grow(row, match.num_tokens, chunk, is_prefill=True):
-            chunk //= 2
+            chunk = 0 if self._planned else chunk // 2
         if not chunk:
             self.manager.release(row, request.token_ids, match.num_tokens, keep=False)
         return chunk
@@ -337,53 +392,7 @@ class Scheduler:
 
     def _count_admission(self, request: Request, match: PrefixMatch) -> None:
         if request.num_cached_tokens is None:  # a resume is no hit
-            num_cached = match.num_tokens - match.num_skipped_tokens
-            request.num_cached_tokens = num_cached
+            request.num_cached_tokens = match.num_tokens - match.num_skipped_tokens
             request.first_scheduled_time = time.monotonic()
-            request.admission_index = self._num_admitted
-            self._num_admitted += 1
-            self._num_prompt_tokens += request.num_prompt_tokens
-            self._num_cached_tokens += num_cached
-            num_partial_tokens = num_cached % self.manager.page_tokens
-            self._hits = self._hits.add(
-                num_full_tokens=num_cached - num_partial_tokens,
-                num_partial_tokens=num_partial_tokens,
-                num_replay_tokens=match.num_replayed_tokens,
-                num_skipped_tokens=match.num_skipped_tokens,
-            )
-
-    # Sampled tokens
-
-    def _append(self, sampled_rows: np.ndarray, result: StepResult) -> NewTokens:
-        """Give each row (int64 [S]) its token. Python touches only requests to which more happens: a first token,
-        log-probabilities, an end."""
-        rows, token_ids = self.rows, result.token_ids
-        num_tokens = rows.num_tokens[sampled_rows]
-        rows.tokens[sampled_rows, num_tokens] = token_ids
-        self._num_generated_tokens += len(sampled_rows)
-        requests = rows.requests_in(sampled_rows)
-        ids = token_ids.tolist()
-        for index, logprobs in result.logprobs.items():
-            requests[index].output_logprobs.append(logprobs)
-        for index in (num_tokens == rows.num_prompt_tokens[sampled_rows]).nonzero()[0].tolist():
-            requests[index].first_token_time = time.monotonic()
-        num_tokens += 1
-        rows.num_tokens[sampled_rows] = num_tokens
-        at_limit = num_tokens >= rows.max_total_tokens[sampled_rows]
-        may_end = at_limit | np.isin(token_ids, rows.end_token_ids) if len(rows.end_token_ids) else at_limit
-        ended = []
-        for index in may_end.nonzero()[0].tolist():
-            _end_if_due(requests[index], ids[index], at_limit=bool(at_limit[index]))
-            if requests[index].is_finished:
-                ended.append(requests[index])
-        return NewTokens(requests, ids, ended)
-
-
-# A third of the time of NewToken(request, token_id), which is Python code; a step makes one for each request.
-def _end_if_due(request: Request, token_id: int, *, at_limit: bool) -> None:
-    if token_id in request.stop_token_ids:
-        request.finish_reason, request.stop_reason = "stop", token_id
-    elif token_id in request.eos_token_ids:
-        request.finish_reason = "stop"
-    elif at_limit:
-        request.finish_reason = "length"
+            request.admission_index = self._admissions.num_requests
+            self._admissions = self._admissions.add(request, match, self.manager.page_tokens)

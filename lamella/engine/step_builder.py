@@ -5,20 +5,27 @@ from __future__ import annotations
 import numpy as np
 
 from lamella.engine.gathered_tables import GatheredTables
+from lamella.engine.planned_steps import Reached
 from lamella.engine.request_rows import RequestRows
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.model_executor.step_plan import GroupPlan, PageCopies, PageMoves, StepPlan
 
 
 def build_step_plan(
-    rows: RequestRows, manager: HybridBlockManager, tables: GatheredTables, scheduled: np.ndarray, num_new: np.ndarray
+    rows: RequestRows,
+    manager: HybridBlockManager,
+    tables: GatheredTables,
+    scheduled: np.ndarray,
+    num_new: np.ndarray,
+    reached: Reached,
 ) -> StepPlan:
-    """scheduled: int64 [R] rows, those with one new token first; num_new: int64 [R] tokens each.
+    """scheduled: int64 [R] rows, those with one new token first; num_new: int64 [R] tokens each, from where the rows
+    are when all steps planned before have run.
 
     tables: of `manager`. Its arrays are the plan's, so a plan holds until two more have been built.
     """
     num_requests, page_tokens = len(scheduled), manager.page_tokens
-    num_computed = rows.num_computed[scheduled]
+    num_computed = reached.num_computed[scheduled]
     seq_lens = num_computed + num_new
     if num_new[-1] == 1:  # pure decode
         num_decodes = num_requests
@@ -31,7 +38,7 @@ def build_step_plan(
         request_of_token = np.repeat(np.arange(num_requests), num_new)
         positions = np.arange(query_start[-1]) - (query_start[:-1] - num_computed)[request_of_token]
         row_of_token = scheduled[request_of_token]
-    sample_requests = (seq_lens == rows.num_tokens[scheduled]).nonzero()[0]
+    sample_requests = (seq_lens == reached.num_tokens[scheduled]).nonzero()[0]
     blocks = positions // page_tokens
     offsets = positions - blocks * page_tokens
     read_only = _read_only(manager, row_of_token, positions)
@@ -67,8 +74,19 @@ def build_step_plan(
         groups=tuple(groups),
         first_step_slot=manager.step_pages.first_page * page_tokens,
         sample_requests=sample_requests,
-        sampling=rows.sampling_batch(scheduled[sample_requests]),
+        sampling=rows.sampling_batch(scheduled[sample_requests], reached.num_tokens),
+        token_sources=_token_sources(rows, reached, row_of_token, positions),
     )
+
+
+def _token_sources(
+    rows: RequestRows, reached: Reached, row_of_token: np.ndarray, positions: np.ndarray
+) -> np.ndarray | None:
+    """Which tokens are samples of the step in flight: see StepPlan."""
+    if reached.token_sources is None:
+        return None
+    sources = np.where(positions == rows.num_tokens[row_of_token], reached.token_sources[row_of_token], -1)
+    return sources if sources.max() >= 0 else None
 
 
 def _read_only(manager: HybridBlockManager, row_of_token: np.ndarray, positions: np.ndarray) -> np.ndarray | None:

@@ -206,8 +206,9 @@ class HybridBlockManager(CommittingRows):
         return True
 
     def planned_copies(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Per group (source pages, target pages) to copy before the next step; `end_step` when they have run."""
-        if not self.copies:
+        """Per group (source pages, target pages) to copy before the next step; `end_step` when they have run. While a
+        step is in flight, those that there are are that step's."""
+        if not self.copies or self.in_flight:
             return [(_NO_PAGES, _NO_PAGES)] * self.num_groups
         per_group = []
         for group in range(self.num_groups):
@@ -223,13 +224,19 @@ class HybridBlockManager(CommittingRows):
 
     # Growing and sliding
 
-    def grow(self, row: int, num_computed: int, num_new: int, *, is_prefill: bool) -> bool:
+    def grow(
+        self, row: int, num_computed: int, num_new: int, *, is_prefill: bool, num_processed: int | None = None
+    ) -> bool:
         """Make room for the tokens [num_computed, num_computed + num_new), after sliding what no query
-        from num_computed on can see. Evicts as needed. False: no memory; the row keeps what it had.
+        from num_processed on can see (None: num_computed; less where a step in flight computes the tokens between).
+        Evicts as needed. False: no memory; the row keeps what it had.
 
-        is_prefill: the step computes a chunk of the prompt: slide now, and use step pages."""
-        self._slide(row, num_computed, is_prefill=is_prefill)
-        if is_prefill and self.tree.windowed_groups:
+        is_prefill: the step computes a chunk of the prompt: slide now, and use step pages. While a step is in flight
+        there are none: False where the chunk should have any."""
+        self._slide(row, num_computed if num_processed is None else num_processed, is_prefill=is_prefill)
+        if is_prefill and self.in_flight and self._needs_step_pages(row, num_computed, num_computed + num_new):
+            return False
+        if is_prefill and self.tree.windowed_groups and not self.in_flight:
             return self._extend_for_chunk(row, num_computed, num_computed + num_new)
         return self._extend(row, ceil_div(num_computed + num_new, self.page_tokens))
 
@@ -244,9 +251,13 @@ class HybridBlockManager(CommittingRows):
     # Ending
 
     def end_step(self) -> None:
-        """The step has run: its copies are done, its pending blocks have their contents, its step pages are nobody's.
+        """The step has run: its copies are done, its pending blocks have their contents, its step pages are nobody's,
+        and pages that were given up while it was in flight are free.
 
-        Where those were, the row has no pages now; `commit` it, then `slide` it past them."""
+        Where step pages were, the row has no pages now; `commit` it, then `slide` it past them."""
+        for group, page in self.given_up:
+            self.arena.free(group, page)
+        self.given_up.clear()
         self.tree.pending.clear()
         self.moves.clear()
         for row in {*self.step_blocks, *self.num_passing}:
@@ -320,7 +331,8 @@ class HybridBlockManager(CommittingRows):
         for index, group in enumerate(self.layout.groups):
             lent = int((self.arena.slab_group == index).sum()) * group.pages_per_slab
             used = self.arena.num_used[index]
-            owned = self.num_owned[index]
+            # A page that was given up is still in use as long as a step is in flight.
+            owned = self.num_owned[index] + sum(one == index for one, _ in self.given_up)
             report[group.name] = GroupUsage(owned=owned, cached=used - owned, free=lent - used)
         return report
 

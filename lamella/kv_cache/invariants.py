@@ -162,7 +162,9 @@ def _check_pages(manager: HybridBlockManager, group: int, tree_nodes: set[int], 
     in_tree = [int(tree.page[group, node]) for node in tree_nodes if tree.page[group, node] != NULL_PAGE]
     referenced = [int(tree.page[group, node]) for node in tree_nodes if tree.refs[group, node]]
     free = arena.free_pages_of(group)
-    used = in_tree + private
+    given_up = [page for owner, page in manager.given_up if owner == group]
+    _require(manager.in_flight or not given_up, f"{name}: pages are held back for a step, and none is in flight")
+    used = in_tree + private + given_up
     _require(len(set(used)) == len(used), f"{name}: a page is used twice")
     _require(not free.intersection(used), f"{name}: a page is both free and used")
     _require(arena.num_used[group] == len(used), f"{name}: {arena.num_used[group]} pages counted, {len(used)} found")

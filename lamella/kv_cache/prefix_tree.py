@@ -60,6 +60,11 @@ class PrefixMatch(NamedTuple):
     num_skipped_tokens: int = 0
     skipped_blocks: Sequence[bytes] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the prompt goes on after whole cached blocks: nothing to copy, to replay or to skip."""
+        return self.tail_node == NO_NODE and not (self.num_replayed_tokens or self.num_skipped_tokens)
+
 
 NO_MATCH = PrefixMatch(0, [], NO_NODE, 0)
 

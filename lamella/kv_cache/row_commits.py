@@ -160,7 +160,10 @@ class CommittingRows(RowPages):
             tree.page_at[group][node] = page
             tree.lock(group, node)
             return
-        self.arena.free(group, page)
+        if self.in_flight:  # the step may read the block where it has been
+            self.given_up.append((group, page))
+        else:
+            self.arena.free(group, page)
         self._count_owned(group, -int(tree.refs[group, node] != 0))
         pages[block] = tree.lock(group, node)
         self._stamp(group, row)

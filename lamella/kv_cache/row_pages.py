@@ -103,6 +103,9 @@ class RowPages:
         # What compaction moved since the last step, in its order. To copy before anything else.
         self.moves: list[MovedPages] = []
         self.num_slab_moves = self.num_moved_pages = 0
+        # A step is planned that is not processed yet: nothing moves, and pages that it may read are not freed.
+        self.in_flight = False
+        self.given_up: list[tuple[int, int]] = []  # (group, page), free when the step in flight is processed
         self.num_owned = [0] * self.num_groups
         self.peak_owned = [0] * self.num_groups
 
@@ -206,6 +209,12 @@ class RowPages:
                 start = max(start, kept_end // page_tokens)
         return passing
 
+    def _needs_step_pages(self, row: int, num_computed: int, end: int) -> bool:
+        """Whether the chunk [num_computed, end) has blocks for step pages, and too little memory idles to do without."""
+        if not self.step_pages.num_tokens or not self._passing_blocks(row, num_computed, end):
+            return False
+        return not self._fits_into_idle_memory(row, ceil_div(end, self.page_tokens))
+
     def _fits_into_idle_memory(self, row: int, num_blocks: int) -> bool:
         old = self._num_blocks_at[row]
         num_bytes = sum(
@@ -294,6 +303,8 @@ class RowPages:
 
         in_hand: (group, start, pages) that are allocated but in no table yet.
         """
+        if self.in_flight:
+            return False
         immovable = [target for copies in self.copies.values() for _, _, target in copies]
         for _, _, pages in in_hand:
             immovable += pages

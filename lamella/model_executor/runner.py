@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -22,6 +23,19 @@ from lamella.model_executor.step_buffers import PackedShape, StepInputs, StepUpl
 from lamella.model_executor.step_plan import StepPlan, StepResult
 
 ALL_TOKENS: Mapping[int, np.ndarray] = MappingProxyType({})  # every layer takes in all tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that the device has been given. token_ids: int64 [S], its samples, on the device: the next step can be
+    launched with them before `result` is asked for."""
+
+    token_ids: torch.Tensor
+    wait: Callable[[], StepResult]
+
+    def result(self) -> StepResult:
+        """What the step computed, on the host; waits for it. Raises what the step raised."""
+        return self.wait()
 
 
 class ModelRunner:
@@ -51,8 +65,10 @@ class ModelRunner:
         self.sampler = Sampler()
         self.receptive_field = ReceptiveField(layout, attention_specs)
         self.prunes = prunes
+        self.device = arena.device
         self.graphs: DecodeGraphs | None = None
         self._upload = StepUpload(arena.device)
+        self._last_token_ids = torch.zeros(0, dtype=torch.int64, device=arena.device)  # of the step launched last
         self.places = []
         for layer, (spec, params) in enumerate(
             zip(attention_specs, model.attention_params(attention_specs), strict=True)
@@ -83,8 +99,17 @@ class ModelRunner:
         )
         self.graphs = DecodeGraphs(self._forward, buffers, self._upload, maker, sizes)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Give the step to the device. What `plan.token_sources` names comes from the step launched before."""
+        result = self._run(plan)
+        self._last_token_ids = torch.from_numpy(result.token_ids).to(self.device)
+        return LaunchedStep(self._last_token_ids, lambda: result)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         self._copy_pages(plan)
         size = self.graphs.size_for(plan) if self.graphs is not None else None
         hidden = self._run_eager(plan) if size is None else self._run_graph(plan, size)
@@ -101,6 +126,8 @@ class ModelRunner:
     def _run_eager(self, plan: StepPlan) -> torch.Tensor:
         """Hidden states [S, width] of the tokens that leave the last layer."""
         inputs = self._inputs(plan)
+        if plan.token_sources is not None:
+            inputs = replace(inputs, token_ids=self._with_last_samples(plan.token_sources, inputs.token_ids))
         return self._forward(inputs, self.receptive_field.needed_tokens(plan) if self.prunes else {})
 
     def _run_graph(self, plan: StepPlan, size: int) -> torch.Tensor:
@@ -116,7 +143,9 @@ class ModelRunner:
                 first_blocks=part.first_blocks,
                 first_keys=part.first_keys,
             )
-        self.graphs.load(plan, size)
+        token_ids = self.graphs.load(plan, size)[: len(plan.token_ids)]
+        if plan.token_sources is not None:
+            token_ids.copy_(self._with_last_samples(plan.token_sources, token_ids))
         return self.graphs.replay(size, len(plan.seq_lens))
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
@@ -134,6 +163,11 @@ class ModelRunner:
             token_ids, positions = token_ids[rows], positions[rows]
         attention = StepAttention(self.backend, self.layout, self.places, inputs.metadata, needed_tokens)
         return self.model(token_ids, positions, attention)
+
+    def _with_last_samples(self, token_sources: np.ndarray, token_ids: torch.Tensor) -> torch.Tensor:
+        """`token_ids` (int64 [T]), but for tokens that the step launched last sampled: see `StepPlan.token_sources`."""
+        sources = to_device(token_sources, self.device)
+        return torch.where(sources < 0, token_ids, self._last_token_ids[sources.clamp(min=0)])
 
     def _copy_pages(self, plan: StepPlan) -> None:
         """Moved pages in their order, then copies on write, whose sources and targets nothing else touches."""

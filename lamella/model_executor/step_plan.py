@@ -65,7 +65,7 @@ class StepPlan:
     plan after this one is made.
     """
 
-    token_ids: np.ndarray  # int64 [T]
+    token_ids: np.ndarray  # int64 [T]; of no meaning where token_sources names another
     positions: np.ndarray  # int64 [T]
     query_start: np.ndarray  # int64 [R + 1]
     seq_lens: np.ndarray  # int64 [R]
@@ -75,6 +75,8 @@ class StepPlan:
     first_step_slot: int  # slots from here on lie in step pages: what they hold is for this step alone
     sample_requests: np.ndarray  # int64 [S], which of the R requests get a token
     sampling: SamplingBatch
+    # int64 [T]: which of the S samples of the step launched before is the token; -1: it is in token_ids. None: all are.
+    token_sources: np.ndarray | None = None
 
     @property
     def sampled_tokens(self) -> np.ndarray:

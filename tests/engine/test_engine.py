@@ -260,7 +260,7 @@ def test_a_failing_step_harms_nothing(folder, monkeypatch):
         engine.step()
         runner = engine._require_open().runner
         with monkeypatch.context() as patch:
-            patch.setattr(type(runner), "execute", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+            patch.setattr(type(runner), "launch", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
             with pytest.raises(MemoryError):
                 engine.step()
         engine.check_invariants()

@@ -20,9 +20,9 @@ from lamella.model_executor.step_plan import GroupPlan, StepPlan, StepResult
 VOCAB = 50
 
 
-def tags_of(salt: str | None, token_ids) -> list[bytes]:
-    """One tag per position."""
-    tag = repr(salt).encode()
+def tags_of(salt: str | None, token_ids, after: bytes = b"") -> list[bytes]:
+    """One tag per position. after: the tag of the position before the first, where that is not 0."""
+    tag = after or repr(salt).encode()
     tags = []
     for token in token_ids:
         tag = hashlib.blake2b(tag + int(token).to_bytes(4, "little"), digest_size=8).digest()

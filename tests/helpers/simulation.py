@@ -97,7 +97,7 @@ class Simulation:
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
 
-    def add(self, request_id: str, prompt, num_tokens: int, salt: str | None = None) -> Request:
+    def add(self, request_id: str, prompt, num_tokens: int, salt: str | None = None, stop_token_ids=()) -> Request:
         request = Request(
             request_id=request_id,
             sample_index=0,
@@ -107,7 +107,7 @@ class Simulation:
             max_total_tokens=min(len(prompt) + num_tokens, self.max_model_len),
             seed=0,
             eos_token_ids=frozenset(),
-            stop_token_ids=frozenset(),
+            stop_token_ids=frozenset(stop_token_ids),
             arrival_time=0.0,
             salt=salt,
         )

@@ -41,6 +41,8 @@ def last_of_each_kind(specs) -> dict[int, int]:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    simulation_class = Simulation
+
     @initialize(
         specs=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=6),
         page_tokens=st.sampled_from([3, 1, 3, 16]),
@@ -57,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         shares_kv=st.sampled_from([False, False, True]),
     )
     def start(self, specs, page_tokens, extra_slabs, retention, policy, replay, caching, shares_kv, **sizes):
-        self.simulation = Simulation(
+        self.simulation = self.simulation_class(
             specs,
             page_tokens=page_tokens,
             max_model_len=MAX_MODEL_LEN,

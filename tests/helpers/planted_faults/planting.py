@@ -15,12 +15,14 @@ from unittest import mock
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
 
 
-def replaces(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the fault of its own name: it is called in place of `owner.attribute`, with the
-    original as first argument."""
+def replaces(
+    owner: Any, attribute: str, faults: dict[str, Callable[[], AbstractContextManager[Any]]] = FAULTS
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function in `faults` as the fault of its own name: it is called in place of `owner.attribute`, with
+    the original as first argument."""
 
     def register(faulty: Callable[..., Any]) -> Callable[..., Any]:
-        FAULTS[faulty.__name__] = lambda: replaced(owner, attribute, faulty)
+        faults[faulty.__name__] = lambda: replaced(owner, attribute, faulty)
         return faulty
 
     return register
