@@ -17,7 +17,8 @@ MAX_TOP = 64  # the most columns that are cheaper to find than to write all
 def sample_from_head(sampler: Sampler, scores: HeadScores, batch: SamplingBatch) -> StepResult:
     """What `sampler(all logits, batch)` returns, bit for bit.
 
-    Greedy rows need one column, rows with a small top_k so many; bans, penalties and log-probabilities need the whole row.
+    Greedy rows need one column, rows with a small top_k so many; bans, penalties and log-probabilities need the whole
+    row.
     """
     num_rows = len(batch.temperature)
     needs_all = batch.num_logprobs >= 0

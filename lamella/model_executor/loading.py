@@ -64,7 +64,8 @@ def load_sampling_defaults(source: ModelSource) -> dict[str, float | int]:
     """What the model's generation_config.json says of sampling: temperature, top_k, top_p, min_p,
     repetition_penalty, where given.
 
-    A model that is to be decoded greedily (do_sample false) gives temperature 0 and its penalty. Empty without such a file.
+    A model that is to be decoded greedily (do_sample false) gives temperature 0 and its penalty. Empty without such a
+    file.
     """
     path = source.folder / "generation_config.json"
     if source.gguf_path is not None or not path.is_file():
