@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
@@ -13,8 +15,12 @@ from lamella.model_executor.head_sampling import sample_from_head
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
 from lamella.model_executor.receptive_field import ReceptiveField
 from lamella.model_executor.sampler import Sampler
+from lamella.model_executor.sampler_choice import choose_sampler
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
 from lamella.model_executor.step_plan import GroupPlan, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from lamella.model_executor.device_sampling.sampler import DeviceSampler
 
 
 class ModelRunner:
@@ -24,7 +30,7 @@ class ModelRunner:
     that keeps KV and None for those that read another's.
 
     prunes: layers compute only the tokens that something depends on (`ReceptiveField`), and the model goes by
-    `StepAttention.output_rows`. False: they compute all.
+    `StepAttention.output_rows`. False: they compute all. sampler: None takes the one for the arena's device.
     """
 
     def __init__(
@@ -36,12 +42,13 @@ class ModelRunner:
         arena: torch.Tensor,
         *,
         prunes: bool = True,
+        sampler: Sampler | DeviceSampler | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
         self.layout = layout
         self.arena = arena
-        self.sampler = Sampler()
+        self.sampler = choose_sampler(arena.device) if sampler is None else sampler
         self.receptive_field = ReceptiveField(layout, attention_specs)
         self.prunes = prunes
         self.places = []
@@ -80,8 +87,9 @@ class ModelRunner:
             hidden = hidden[torch.from_numpy(plan.sampled_tokens).to(device)]
         scores = self.model.logits(hidden)
         if isinstance(scores, torch.Tensor):
-            return self.sampler(scores, plan.sampling)
-        return sample_from_head(self.sampler, scores, plan.sampling)
+            sampled = self.sampler(scores, plan.sampling)
+            return sampled if isinstance(sampled, StepResult) else sampled.result()
+        return sample_from_head(Sampler(), scores, plan.sampling)
 
     def _copy_pages(self, plan: StepPlan) -> None:
         """Moved pages in their order, then copies on write, whose sources and targets nothing else touches."""

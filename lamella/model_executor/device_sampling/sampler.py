@@ -22,7 +22,8 @@ from lamella.model_executor.device_sampling.choose import (
 )
 from lamella.model_executor.device_sampling.logprobs import logprobs_kernel
 from lamella.model_executor.logit_edits import LogitEdits
-from lamella.model_executor.sampler import check_finite, uniform
+from lamella.model_executor.philox import uniforms
+from lamella.model_executor.sampler import check_finite
 from lamella.model_executor.step_plan import SamplingBatch, StepResult, TokenLogprobs
 
 BLOCK_COLUMNS = 2048
@@ -97,7 +98,7 @@ class DeviceSampler:
         if edits is not None:
             edits = edits.to(device)
             saved = edits.apply(logits)
-        token_ids, best_logits = self._choose(logits, batch)
+        token_ids, best_logits = self.choose(logits, row_parameters(batch, logits.shape[1]))
         if edits is not None and saved is not None:
             edits.undo(logits, saved)
         logprobs = self._logprobs(logits, token_ids, batch.num_logprobs)
@@ -108,10 +109,12 @@ class DeviceSampler:
             event.record()
         return DeviceSample(token_ids, host_token_ids, host_best_logits, logprobs, event)
 
-    def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids int64 [S] and largest logits float32 [S]."""
+    def choose(self, logits: torch.Tensor, parameters: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids int64 [S] and largest logits float32 [S] of the logits as they are, [S, vocab] with rows contiguous.
+
+        parameters: float64 [NUM_PARAMETERS, S], see `row_parameters`.
+        """
         num_rows, vocab_size = logits.shape
-        parameters = row_parameters(batch, vocab_size)
         has_draws = bool((parameters[TEMPERATURE.value] > 0).any())
         on_device = _to_device(torch.from_numpy(parameters), logits.device)
         rows = torch.arange(num_rows, device=logits.device)
@@ -221,8 +224,9 @@ def row_parameters(batch: SamplingBatch, vocab_size: int) -> np.ndarray:
     parameters[TOP_P.value] = batch.top_p
     parameters[LOG_MIN_P.value] = np.log(np.maximum(batch.min_p, _SMALLEST_WEIGHT))
     parameters[IS_FILTERED.value] = (top_k > 0) | (batch.top_p < 1.0) | (batch.min_p > 0.0)
-    for row in np.flatnonzero(batch.temperature > 0).tolist():
-        parameters[UNIFORM.value, row] = uniform(batch.seeds[row], batch.draw_index[row])
+    drawn = np.flatnonzero(batch.temperature > 0)
+    if len(drawn):
+        parameters[UNIFORM.value, drawn] = uniforms(batch.seeds[drawn], batch.draw_index[drawn])
     return parameters
 
 
