@@ -110,7 +110,7 @@ class DeviceSampler:
         return DeviceSample(token_ids, host_token_ids, host_best_logits, logprobs, event)
 
     def choose(self, logits: torch.Tensor, parameters: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids int64 [S] and largest logits float32 [S] of the logits as they are, [S, vocab] with rows contiguous.
+        """Token ids int64 [S] and largest logits float32 [S] of logits [S, vocab] as they are, their rows contiguous.
 
         parameters: float64 [NUM_PARAMETERS, S], see `row_parameters`.
         """
