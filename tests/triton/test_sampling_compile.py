@@ -16,7 +16,7 @@ SHARED_BYTES = 48 << 10  # what a program gets everywhere without asking
 
 def check_target(target: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.device_sampling.compile_launches", target]
+    command = [sys.executable, "-m", "tests.triton.compile_sampling", target]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     measured = [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,4 +1,5 @@
-"""Triton's kernels run here in its interpreter, unless there is a GPU; see tests/attention/conftest.py."""
+"""Triton's kernels run here in its interpreter, unless there is a GPU. Which of the two is settled when triton is
+imported, and one process cannot do both: tests that compile kernels start processes of their own."""
 
 import os
 import sys
