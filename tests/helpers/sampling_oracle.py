@@ -22,13 +22,13 @@ class Distribution(NamedTuple):
         return bool((np.abs(self.ends - number) > MARGIN).all())
 
     def telling_numbers(self) -> list[float]:
-        """Numbers near both ends of some tokens' shares: of the first, the last, and one between them."""
+        """Near the end of the first token's share and of one in the middle, and near both ends of the last one's."""
         begins = np.concatenate([[0.0], self.ends[:-1]])
         wide = np.flatnonzero(self.ends - begins > 4 * MARGIN)
-        chosen = {int(wide[0]), int(wide[len(wide) // 2]), int(wide[-1])}
-        assert wide[-1] == len(begins) - 1 or self.ends[wide[-1]] > 1 - 100 * MARGIN
-        edges = [(begins[i] + 2 * MARGIN, self.ends[i] - 2 * MARGIN) for i in sorted(chosen)]
-        return [float(number) for edge in edges for number in edge]
+        last = int(wide[-1])
+        assert last == len(begins) - 1 or self.ends[last] > 1 - 100 * MARGIN
+        ends = {int(wide[0]), int(wide[len(wide) // 2]), last}
+        return [float(begins[last] + 2 * MARGIN), *[float(self.ends[i] - 2 * MARGIN) for i in sorted(ends)]]
 
 
 def distribution(

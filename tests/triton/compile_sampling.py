@@ -1,4 +1,5 @@
-"""Compile the sampling kernels for one target and print, as JSON, what each needs. Run in a process that compiles."""
+"""Compile the sampling kernels for one target and print, as JSON, what each needs. Arguments: the target, and what is
+in the names of the kernels to compile. Not for a process that interprets kernels."""
 
 from __future__ import annotations
 
@@ -27,10 +28,12 @@ def disassembly(cubin: bytes) -> str:
     return text
 
 
-def main(target: str) -> None:
+def main(target: str, wanted: str) -> None:
     is_nvidia = target.startswith("sm_")
     gpu = GPUTarget("cuda", int(target[3:]), 32) if is_nvidia else GPUTarget("hip", target, 64)
     for launch in launches():
+        if wanted not in launch.name:
+            continue
         names = list(launch.signature)
         attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned}
         source = ASTSource(launch.kernel, launch.signature, launch.constants, attributes)
@@ -46,4 +49,4 @@ def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
