@@ -36,7 +36,7 @@ def draw(row: torch.Tensor, params: dict, numbers: list[float], block_columns: i
 
 CASES = pairwise(
     {
-        "vocab_size": [40, 64, 101],
+        "vocab_size": [30, 64, 90],
         "block_columns": [32, 64],
         "step": [None, 0.5],
         "offset": [0.0, 30.0, -300.0],
