@@ -43,7 +43,7 @@ CASES = pairwise(
         "dtype": [torch.float32, torch.bfloat16],
         "temperature": [0.3, 1.0, 1.9],
         "top_k": [0, 1, 2, 20, 500],
-        "top_p": [1.0, 0.93, 0.4, 0.001],
+        "top_p": [1.0, 0.93, 0.41, 0.001],
         "min_p": [0.0, 0.011, 0.31, 1.0],
     }
 )

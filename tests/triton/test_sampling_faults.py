@@ -53,6 +53,11 @@ def more_than_blocks(module: ModuleType) -> None:
     check_draws(module, random_logits(1, 60, seed=2)[0] - 3.0, 64, top_k=7)
 
 
+def wide(module: ModuleType) -> None:
+    """More than a block's worth of tokens are in question at first."""
+    check_draws(module, random_logits(1, 90, seed=2)[0] / 3, top_k=50, top_p=0.9)
+
+
 def equals_cut_by_count(module: ModuleType) -> None:
     """Four are largest, in two blocks; three of them are kept."""
     row = random_logits(1, 60, seed=3)[0].clamp(max=0.0)
@@ -148,6 +153,15 @@ FAULTS = {
     "one group too high": Fault(
         "row_order", "tl.where(reached, high, highest + 1)", "tl.where(reached, high, highest)", more_than_blocks
     ),
+    "gathered keys overwrite each other": Fault(
+        "row_order", "places = num_found + tl.cumsum", "places = tl.cumsum", wide
+    ),
+    "what comes before the gathered is not counted": Fault(
+        "row_order", "count = num_before + tl.sum", "count = tl.sum", wide
+    ),
+    "what comes before the gathered does not weigh": Fault(
+        "row_order", "mass = mass_before + tl.sum", "mass = tl.sum", wide
+    ),
     "the bound from the maxima is one too high": Fault("row_order", ">= k\n", ">= k - 1\n", one_per_block),
     "the next of equals": Fault("row_order", "(places == n)", "(places == n + 1)", equals_cut_by_mass),
     "places begin anew in each block": Fault(
@@ -184,7 +198,7 @@ FAULTS = {
     ),
     "one more than top_k weighs": Fault("choose", "(top_k - num_high)", "(top_k + 1 - num_high)", more_than_blocks),
     "top_p of more than top_k left": Fault(
-        "choose", "enough = tl.minimum(top_p * kept_mass, mass_low)", "enough = top_p * mass_low", share_of_the_few
+        "choose", "enough = top_p * kept_mass", "enough = top_p * mass_low", share_of_the_few
     ),
     "fewest tokens below top_p": Fault("choose", "tl.ceil((enough", "tl.floor((enough", equals_cut_by_mass),
     "what is dropped is taken for one token": Fault("choose", "kept_mass / vocab_size", "kept_mass", most_of_the_mass),

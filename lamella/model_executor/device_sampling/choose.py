@@ -104,6 +104,7 @@ def draw_unfiltered(
 def draw_filtered(
     row,
     row_maxima,
+    scratch,
     block_maxima,
     best_key,
     best,
@@ -134,7 +135,7 @@ def draw_filtered(
 
     if (top_k > 0) & (top_k < num_low):
         low, _, num_low, mass_low, num_high, mass_high = search(
-            row, row_maxima, low, num_low, mass_low, top_k, best_key, best, inverse_temperature, vocab_size,
+            row, row_maxima, scratch, low, num_low, mass_low, top_k, best_key, best, inverse_temperature, vocab_size,
             num_blocks, False, False, BLOCK,
         )  # fmt: skip
         weight = (mass_low - mass_high) / (num_low - num_high).to(tl.float64)
@@ -148,9 +149,9 @@ def draw_filtered(
         num_low, mass_low, low, _ = measure(
             row, row_maxima, low, low, best, inverse_temperature, vocab_size, num_blocks, BLOCK
         )
-        enough = tl.minimum(top_p * kept_mass, mass_low)
+        enough = top_p * kept_mass
         low, _, num_low, mass_low, num_high, mass_high = search(
-            row, row_maxima, low, num_low, mass_low, enough, best_key, best, inverse_temperature, vocab_size,
+            row, row_maxima, scratch, low, num_low, mass_low, enough, best_key, best, inverse_temperature, vocab_size,
             num_blocks, True, False, BLOCK,
         )  # fmt: skip
         weight = (mass_low - mass_high) / (num_low - num_high).to(tl.float64)
@@ -159,11 +160,10 @@ def draw_filtered(
         kept_count = tl.minimum(kept_count, num_high + num_more)
         kept_mass = mass_high + weight * (kept_count - num_high).to(tl.float64)
 
-    # Rounding must not put the target at the total.
-    target = tl.minimum(uniform * kept_mass, mass_low * (1.0 - 2.3e-16))
+    target = uniform * kept_mass
     low, high, num_low, mass_low, num_high, mass_high = search(
-        row, row_maxima, low, num_low, mass_low, target, best_key, best, inverse_temperature, vocab_size, num_blocks,
-        True, True, BLOCK,
+        row, row_maxima, scratch, low, num_low, mass_low, target, best_key, best, inverse_temperature, vocab_size,
+        num_blocks, True, True, BLOCK,
     )  # fmt: skip
     weight = (mass_low - mass_high) / (num_low - num_high).to(tl.float64)
     n = tl.floor((target - mass_high) / weight).to(tl.int64)
@@ -178,6 +178,7 @@ def choose_kernel(
     maxima,
     first_ids,
     masses,
+    scratch,
     best_logits,
     token_ids,
     row_stride,
@@ -207,8 +208,8 @@ def choose_kernel(
                 top_p = tl.load(parameters + TOP_P * num_rows + index)
                 log_min_p = tl.load(parameters + LOG_MIN_P * num_rows + index)
                 token = draw_filtered(
-                    row, row_maxima, block_maxima, best_key, best, temperature, top_k, top_p, log_min_p, uniform,
-                    vocab_size, num_blocks, BLOCK,
+                    row, row_maxima, scratch + index * BLOCK, block_maxima, best_key, best, temperature, top_k, top_p,
+                    log_min_p, uniform, vocab_size, num_blocks, BLOCK,
                 )  # fmt: skip
             else:
                 row_masses = masses + index * num_blocks

@@ -12,7 +12,7 @@ from lamella.model_executor.device_sampling.logprobs import logprobs_kernel
 from lamella.model_executor.device_sampling.sampler import BLOCK_COLUMNS, LAUNCH_OPTIONS
 
 _TYPES = {
-    "rows": "*i64", "parameters": "*fp64", "maxima": "*i32", "first_ids": "*i32", "masses": "*fp64",
+    "rows": "*i64", "parameters": "*fp64", "maxima": "*i32", "first_ids": "*i32", "masses": "*fp64", "scratch": "*i32",
     "best_logits": "*fp32", "token_ids": "*i64", "num_tops": "*i64", "log_totals": "*fp64", "token_logits": "*fp64",
     "ranks": "*i64", "top_ids": "*i64", "top_logits": "*fp32",
 }  # fmt: skip

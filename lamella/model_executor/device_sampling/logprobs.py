@@ -25,6 +25,7 @@ def logprobs_kernel(
     num_tops,
     maxima,
     masses,
+    scratch,
     log_totals,
     token_logits,
     ranks,
@@ -66,8 +67,8 @@ def logprobs_kernel(
             low = kth_of_maxima(block_maxima, best_key, num_top)
         num_low, mass_low, low, _highest = measure(row, row_maxima, low, low, best, 1.0, vocab_size, num_blocks, BLOCK)
         low, high, _num_low, _mass_low, num_high, _mass_high = search(
-            row, row_maxima, low, num_low, mass_low, num_top, best_key, best, 1.0, vocab_size, num_blocks,
-            False, False, BLOCK,
+            row, row_maxima, scratch + index * BLOCK, low, num_low, mass_low, num_top, best_key, best, 1.0, vocab_size,
+            num_blocks, False, False, BLOCK,
         )  # fmt: skip
         num_equal = num_top - num_high  # so many of those in [low, high) are among the top, the lowest ids
         num_written = num_top * 0

@@ -3,8 +3,9 @@
 Every filter keeps a beginning of that order, so a filter is a place in it: where a count (top_k) or a mass (top_p, the
 draw itself) is reached. `search` finds it by bisection over the logits' bits, read as integers of the same order. Each
 step counts and sums what lies above a value, block by block, without the blocks that lie wholly below the range in
-question; then the range shrinks to logits that occur, so that many equal ones cost no more steps. No row is sorted, and
-nothing depends on how many rows there are.
+question; then the range shrinks to logits that occur, so that many equal ones cost no more steps. When no more than a
+block's worth of tokens are in question, these are gathered and the row is not read again. No row is sorted, and nothing
+depends on how many rows there are.
 
 Weights exp((logit - largest) / temperature) are float32, their sums float64 in an order that is fixed: lane by lane
 over the blocks, then the lanes. So a sum over more tokens is never smaller, and rounding cannot lead bisection astray.
@@ -21,6 +22,7 @@ WITHOUT_SIGN = tl.constexpr(2**31 - 1)
 NAN_KEY = tl.constexpr(2**31 - 2)  # above the key of +inf, and still one below the largest int32
 MINUS_INFINITY_KEY = tl.constexpr(-2139095041)
 NUM_VALUE_STEPS = tl.constexpr(12)
+JUST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-52)
 
 
 @triton.jit
@@ -88,9 +90,38 @@ def measure(row, row_maxima, low, middle, best, inverse_temperature, vocab_size,
 
 
 @triton.jit
+def halve(low, high, step):
+    """A key above `low` and below `high`."""
+    # By value first: keys are as dense around 0 as in all the rest.
+    halfway = key_value(low.to(tl.int32)) * 0.5 + key_value((high - 1).to(tl.int32)) * 0.5
+    middle = tl.where(step < NUM_VALUE_STEPS, order_key(halfway).to(tl.int64), (low + high) >> 1)
+    return tl.minimum(tl.maximum(middle, low + 1), high - 1)
+
+
+@triton.jit
+def gather_keys(row, row_maxima, low, high, scratch, vocab_size, num_blocks, BLOCK: tl.constexpr):
+    """int32 [BLOCK]: keys of the row's tokens, at most BLOCK, that lie in [low, high); then LOWEST. scratch: int32
+    [BLOCK] of this program's own."""
+    lanes = tl.arange(0, BLOCK)
+    tl.debug_barrier()  # what was there has been read
+    num_found = tl.sum(tl.zeros([BLOCK], dtype=tl.int32), 0)
+    for block in range(num_blocks):
+        if tl.load(row_maxima + block) >= low:
+            columns, values = load_block(row, block, vocab_size, BLOCK)
+            keys = order_key(values)
+            is_member = (keys >= low) & (keys < high) & (columns < vocab_size)
+            places = num_found + tl.cumsum(is_member.to(tl.int32), 0) - 1
+            tl.store(scratch + places, keys, mask=is_member)
+            num_found += tl.sum(is_member.to(tl.int32), 0)
+    tl.debug_barrier()
+    return tl.load(scratch + lanes, mask=lanes < num_found, other=LOWEST)
+
+
+@triton.jit
 def search(
     row,
     row_maxima,
+    scratch,
     low,
     num_low,
     mass_low,
@@ -106,19 +137,19 @@ def search(
 ):
     """Where the order's running count (BY_MASS: mass) first reaches `target` (STRICTLY: exceeds it).
 
-    num_low, mass_low: of the tokens from key `low` on, which reach it; `low` is the key of one. Returns (low, high,
-    num_low, mass_low, num_high, mass_high): the place is among the tokens with keys in [low, high), whose logits are
-    equal; `num_high` tokens of mass `mass_high` come before them.
+    num_low, mass_low: of the tokens from key `low` on, which reach it (by mass, a target that rounding puts at the
+    total is lowered); `low` is the key of one. Returns (low, high, num_low, mass_low, num_high, mass_high): the place
+    is among the tokens with keys in [low, high), whose logits are equal; `num_high` tokens of mass `mass_high` come
+    before them.
     """
     high = best_key + 1
     num_high = num_low * 0
     mass_high = mass_low * 0.0
+    if BY_MASS:
+        target = tl.minimum(target, mass_low * JUST_BELOW_ONE)
     step = 0
-    while (high - low > 1) & (num_low - num_high > 1):
-        # By value first: keys are as dense around 0 as in all the rest.
-        halfway = key_value(low.to(tl.int32)) * 0.5 + key_value((high - 1).to(tl.int32)) * 0.5
-        middle = tl.where(step < NUM_VALUE_STEPS, order_key(halfway).to(tl.int64), (low + high) >> 1)
-        middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
+    while (high - low > 1) & (num_low - num_high > BLOCK):
+        middle = halve(low, high, step)
         count, mass, lowest, highest = measure(
             row, row_maxima, low, middle, best, inverse_temperature, vocab_size, num_blocks, BLOCK
         )
@@ -131,6 +162,33 @@ def search(
         num_high = tl.where(reached, num_high, count)
         mass_high = tl.where(reached, mass_high, mass)
         step += 1
+
+    if (high - low > 1) & (num_low - num_high > 1):
+        # So few are left that the rest goes without reading the row.
+        keys = gather_keys(row, row_maxima, low, high, scratch, vocab_size, num_blocks, BLOCK)
+        weights = tl.exp((key_value(keys) - best) * inverse_temperature).to(tl.float64)
+        weights = tl.where(keys == LOWEST, 0.0, weights)
+        num_before = num_high
+        mass_before = mass_high
+        mass_low = mass_before + tl.sum(weights, 0)
+        if BY_MASS:
+            target = tl.minimum(target, mass_low * JUST_BELOW_ONE)
+        while (high - low > 1) & (num_low - num_high > 1):
+            middle = halve(low, high, step)
+            reaches = keys >= middle
+            count = num_before + tl.sum(reaches.to(tl.int32), 0)
+            mass = mass_before + tl.sum(tl.where(reaches, weights, 0.0), 0)
+            measured = mass if BY_MASS else count
+            reached = measured > target if STRICTLY else measured >= target
+            lowest = tl.min(tl.where(reaches, keys, NO_INDEX), 0).to(tl.int64)
+            highest = tl.max(tl.where(reaches, LOWEST, keys), 0).to(tl.int64)
+            low = tl.where(reached, lowest, low)
+            num_low = tl.where(reached, count, num_low)
+            mass_low = tl.where(reached, mass, mass_low)
+            high = tl.where(reached, high, highest + 1)
+            num_high = tl.where(reached, num_high, count)
+            mass_high = tl.where(reached, mass_high, mass)
+            step += 1
     return low, high, num_low, mass_low, num_high, mass_high
 
 

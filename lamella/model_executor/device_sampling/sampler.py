@@ -127,6 +127,7 @@ class DeviceSampler:
             maxima,
             first_ids,
             masses,
+            self._scratch(num_rows, logits.device),
             best_logits,
             token_ids,
             logits.stride(0),
@@ -166,6 +167,10 @@ class DeviceSampler:
         )
         return maxima, first_ids, masses
 
+    def _scratch(self, num_rows: int, device: torch.device) -> torch.Tensor:
+        """int32 [R, block_columns], a block of keys for each program that searches."""
+        return torch.empty((num_rows, self.block_columns), dtype=torch.int32, device=device)
+
     def _logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: np.ndarray
     ) -> DeviceLogprobs | None:
@@ -191,6 +196,7 @@ class DeviceSampler:
             _to_device(torch.from_numpy(num_tops), device),
             maxima,
             masses,
+            self._scratch(len(asking), device),
             log_totals,
             token_logits,
             ranks,
