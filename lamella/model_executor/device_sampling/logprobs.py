@@ -78,8 +78,9 @@ def logprobs_kernel(
                 keys = order_key(values)
                 is_equal = ((keys >= low) & (keys < high) & (columns < vocab_size)).to(tl.int32)
                 is_top = (keys >= high) | ((is_equal == 1) & (tl.cumsum(is_equal, 0) <= num_equal))
-                places = index * top_stride + num_written + tl.cumsum(is_top.to(tl.int32), 0) - 1
-                tl.store(top_ids + places, columns.to(tl.int64), mask=is_top)
-                tl.store(top_logits + places, values, mask=is_top)
+                places = num_written + tl.cumsum(is_top.to(tl.int32), 0) - 1
+                is_top = is_top & (places < num_top)
+                tl.store(top_ids + index * top_stride + places, columns.to(tl.int64), mask=is_top)
+                tl.store(top_logits + index * top_stride + places, values, mask=is_top)
                 num_equal -= tl.sum(is_equal, 0)
                 num_written += tl.sum(is_top.to(tl.int32), 0)

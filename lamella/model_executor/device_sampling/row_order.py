@@ -111,7 +111,7 @@ def gather_keys(row, row_maxima, low, high, scratch, vocab_size, num_blocks, BLO
             keys = order_key(values)
             is_member = (keys >= low) & (keys < high) & (columns < vocab_size)
             places = num_found + tl.cumsum(is_member.to(tl.int32), 0) - 1
-            tl.store(scratch + places, keys, mask=is_member)
+            tl.store(scratch + places, keys, mask=is_member & (places < BLOCK))
             num_found += tl.sum(is_member.to(tl.int32), 0)
     tl.debug_barrier()
     return tl.load(scratch + lanes, mask=lanes < num_found, other=LOWEST)
