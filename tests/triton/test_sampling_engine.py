@@ -12,9 +12,9 @@ from lamella.model_executor.device_sampling.sampler import DeviceSampler
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=0.8, seed=1, max_tokens=3, repetition_penalty=1.3, presence_penalty=0.4),
-    SamplingParams(temperature=1.2, seed=2, max_tokens=3, top_k=9, top_p=0.9, min_tokens=3),
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=2, repetition_penalty=1.3, presence_penalty=0.4),
+    SamplingParams(temperature=1.2, seed=2, max_tokens=2, top_k=9, top_p=0.9, min_tokens=2),
 ]
 PROMPTS = [[7, 8, 9, 10], [30] * 5, [100, 5, 61]]
 
@@ -27,7 +27,7 @@ def test_tokens_and_logprobs_of_a_mixed_batch(tmp_path: Path, monkeypatch: pytes
     samplers = []
 
     def choose_sampler(device: object) -> DeviceSampler:
-        samplers.append(DeviceSampler(128))
+        samplers.append(DeviceSampler(512))
         return samplers[-1]
 
     monkeypatch.setattr(runner, "choose_sampler", choose_sampler)

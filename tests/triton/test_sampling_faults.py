@@ -224,7 +224,7 @@ FAULTS = {
 SLOW = {
     "one group too high",
     "gathered keys overwrite each other",
-    "what comes before the gathered is not counted",
+    "what comes before the gathered does not weigh",
     "places begin anew in each block",
     "last of equal blocks",
     "blocks weigh as at temperature 1",
