@@ -9,16 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lamella.engine.request import NO_ROW, Request
-from lamella.engine.sampling_params import SamplingParams
+from lamella.engine.token_penalties import penalised_prompt_ids, token_penalties
 from lamella.model_executor.step_plan import SamplingBatch
-
-# Parameters by which a draw depends on the tokens before it, and the values that switch them off.
-PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-
-
-def has_penalties(params: SamplingParams) -> bool:
-    """Whether a draw depends on which tokens were drawn before, so that the host must know them to plan it."""
-    return any(getattr(params, name, off) != off for name, off in PENALTIES.items())
 
 
 class _SampledRows(NamedTuple):
@@ -26,7 +18,7 @@ class _SampledRows(NamedTuple):
     requests: list[Request]
     num_prompt_tokens: np.ndarray  # int64 [S]
     has_min_tokens: bool
-    sampling: SamplingBatch  # but for draw_index and banned_token_ids
+    sampling: SamplingBatch  # but for draw_index, banned_token_ids and penalties
 
 
 class RequestRows:
@@ -51,7 +43,8 @@ class RequestRows:
         self.seeds = np.zeros(num_rows, dtype=np.uint64)
         self.min_tokens = np.zeros(num_rows, dtype=np.int64)
         self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
-        self.num_with_penalties = 0  # requests in rows, see `has_penalties`
+        # Rows whose requests have penalties -> the prompt's tokens that they are for.
+        self._penalised_prompts: dict[int, np.ndarray] = {}
         # Ids that end some request in a row, with how many rows each: what sampled tokens are screened for.
         self._end_token_counts: Counter[int] = Counter()
         self.end_token_ids = np.zeros(0, dtype=np.int64)
@@ -72,6 +65,11 @@ class RequestRows:
         assert request is not None, f"row {row} is empty"
         return request
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether some draw depends on which tokens were drawn before, so that the host must know them to plan it."""
+        return bool(self._penalised_prompts)
+
     def put(self, request: Request, num_computed: int) -> int:
         """Move a request into a free row; its tokens live there until `take`."""
         row = self._free_rows.pop()
@@ -91,7 +89,8 @@ class RequestRows:
         self.seeds[row] = request.seed
         self.min_tokens[row] = params.min_tokens
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.num_with_penalties += has_penalties(params)
+        if params.has_penalties:
+            self._penalised_prompts[row] = penalised_prompt_ids(params, request.token_ids[: request.num_prompt_tokens])
         self._count_end_tokens(request, +1)
         return row
 
@@ -103,7 +102,7 @@ class RequestRows:
         self.requests[row] = None
         self._sampled = None
         self._free_rows.append(row)
-        self.num_with_penalties -= has_penalties(request.params)
+        self._penalised_prompts.pop(row, None)
         self._count_end_tokens(request, -1)
         return request
 
@@ -130,7 +129,14 @@ class RequestRows:
         if sampled.has_min_tokens:
             for index in (draw_index < self.min_tokens[rows]).nonzero()[0].tolist():
                 banned[index] = sampled.requests[index].banned_before_min_tokens
-        return replace(sampled.sampling, draw_index=draw_index, banned_token_ids=banned)
+        penalties = {}
+        if self._penalised_prompts:
+            for index, (row, request) in enumerate(zip(rows.tolist(), sampled.requests, strict=True)):
+                prompt_ids = self._penalised_prompts.get(row)
+                if prompt_ids is not None:
+                    output_ids = self.tokens[row, request.num_prompt_tokens : self.num_tokens[row]]
+                    penalties[index] = token_penalties(request.params, prompt_ids, output_ids)
+        return replace(sampled.sampling, draw_index=draw_index, banned_token_ids=banned, penalties=penalties)
 
     def _of(self, rows: np.ndarray) -> _SampledRows:
         key = rows.tobytes()

@@ -19,7 +19,10 @@ logger = logging.getLogger(__name__)
 GREEDY_BELOW = 1e-5
 LOWEST_SAMPLING_TEMPERATURE = 0.01
 HIGHEST_TEMPERATURE = 2.0
+HIGHEST_PENALTY = 2.0
 NUM_SEEDS = 2**64
+
+_ADDED_PENALTIES = ("presence_penalty", "frequency_penalty")
 
 
 class RequestOutputKind(enum.Enum):
@@ -38,6 +41,10 @@ class SamplingParams:
     temperature: 0 to 2. Below 1e-5 is greedy: stored as 0.0, and top_p, top_k and min_p are switched
         off. From there to 0.01 it is raised to 0.01, lest the scaled logits overflow.
     top_p: in (0, 1], 1 is off. top_k: 0 or -1 is off, -1 is stored as 0. min_p: in [0, 1], 0 is off.
+    presence_penalty: in [-2, 2], 0 is off: taken off the logit of every token in the output.
+    frequency_penalty: in [-2, 2], 0 is off: taken off once for each time that the token is in the output.
+    repetition_penalty: more than 0, 1 is off: positive logits of tokens in prompt or output are divided by it, the
+        others multiplied. Penalties hold for greedy requests too.
     seed: 0 to 2**64 - 1; None or -1 (stored as None) lets the engine choose.
     stop: strings that end the generation: one string, several, or None; stored as a tuple without
         repetitions. They are searched in the text, so they need detokenize=True.
@@ -56,6 +63,9 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -87,6 +97,11 @@ class SamplingParams:
         """Whether every token is the most likely one."""
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits of tokens depend on how often they occurred."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
     def _set(self, **values: object) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -98,7 +113,7 @@ class SamplingParams:
         for name in ("seed", "max_tokens", "logprobs"):
             value = getattr(self, name)
             self._set(**{name: None if value is None else _integer(name, value)})
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", *_ADDED_PENALTIES, "repetition_penalty"):
             self._set(**{name: _real(name, getattr(self, name))})
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             value = getattr(self, name)
@@ -125,6 +140,16 @@ class SamplingParams:
             raise RequestError(f"top_k={self.top_k} is negative; give at least 1, or 0 or -1 to switch it off")
         if not 0.0 <= self.min_p <= 1.0:
             raise RequestError(f"min_p={self.min_p} is no fraction of the highest probability; give 0 (off) to 1")
+        for name in _ADDED_PENALTIES:
+            if not -HIGHEST_PENALTY <= getattr(self, name) <= HIGHEST_PENALTY:
+                raise RequestError(
+                    f"{name}={getattr(self, name)} is out of range; give {-HIGHEST_PENALTY:g} to {HIGHEST_PENALTY:g} "
+                    "(0 is off)"
+                )
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
+            raise RequestError(
+                f"repetition_penalty={self.repetition_penalty} is no factor to divide by; give more than 0 (1 is off)"
+            )
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestError(
                 f"max_tokens={self.max_tokens} generates nothing; give at least 1, or None to go on until max_model_len"

@@ -218,7 +218,7 @@ class Scheduler:
         has room for certain only step by step, as the arena was sized."""
         if self._restarted is not None and self._restarted.is_finished:
             self._restarted = None
-        return not (self._must_wait or self._restarted or self.manager.moves or self.rows.num_with_penalties)
+        return not (self._must_wait or self._restarted or self.manager.moves or self.rows.has_penalties)
 
     def _grow_decodes(self, reached: Reached) -> np.ndarray:
         """Rows (int64, oldest first) that decode one token, with room for it; only those at a block boundary cost

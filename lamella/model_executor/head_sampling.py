@@ -17,11 +17,12 @@ MAX_TOP = 64  # the most columns that are cheaper to find than to write all
 def sample_from_head(sampler: Sampler, scores: HeadScores, batch: SamplingBatch) -> StepResult:
     """What `sampler(all logits, batch)` returns, bit for bit.
 
-    Greedy rows need one column, rows with a small top_k so many; bans and log-probabilities need the whole row.
+    Greedy rows need one column, rows with a small top_k so many; bans, penalties and log-probabilities need the whole
+    row.
     """
     num_rows = len(batch.temperature)
     needs_all = batch.num_logprobs >= 0
-    needs_all[list(batch.banned_token_ids)] = True
+    needs_all[[*batch.banned_token_ids, *batch.penalties]] = True
     is_greedy = ~needs_all & (batch.temperature == 0)
     has_top = ~needs_all & ~is_greedy & (batch.top_k > 0) & (batch.top_k <= MAX_TOP)
     token_ids = np.empty(num_rows, dtype=np.int64)
@@ -58,4 +59,5 @@ def _part_of(batch: SamplingBatch, rows: np.ndarray) -> SamplingBatch:
         draw_index=batch.draw_index[rows],
         num_logprobs=batch.num_logprobs[rows],
         banned_token_ids={place[row]: banned for row, banned in batch.banned_token_ids.items()},
+        penalties={place[row]: penalties for row, penalties in batch.penalties.items()},
     )

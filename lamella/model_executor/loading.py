@@ -61,18 +61,20 @@ def load_config(source: ModelSource) -> ModelConfig:
 
 
 def load_sampling_defaults(source: ModelSource) -> dict[str, float | int]:
-    """What the model's generation_config.json says of sampling: temperature, top_k, top_p, min_p, where given.
+    """What the model's generation_config.json says of sampling: temperature, top_k, top_p, min_p,
+    repetition_penalty, where given.
 
-    A model that is to be decoded greedily (do_sample false) gives temperature 0. Empty without such a file.
+    A model that is to be decoded greedily (do_sample false) gives temperature 0 and its penalty. Empty without such a
+    file.
     """
     path = source.folder / "generation_config.json"
     if source.gguf_path is not None or not path.is_file():
         return {}
     given = read_json(path)
-    if given.get("do_sample") is False:
-        return {"temperature": 0.0}
-    names = ("temperature", "top_k", "top_p", "min_p")
-    return {name: given[name] for name in names if given.get(name) is not None}
+    is_greedy = given.get("do_sample") is False
+    names = ("repetition_penalty",) if is_greedy else ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    values = {name: given[name] for name in names if given.get(name) is not None}
+    return {"temperature": 0.0, **values} if is_greedy else values
 
 
 def load_weights(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +19,13 @@ from lamella.model_executor.head_sampling import sample_from_head
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
 from lamella.model_executor.receptive_field import ReceptiveField
 from lamella.model_executor.sampler import Sampler
+from lamella.model_executor.sampler_choice import choose_sampler
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
 from lamella.model_executor.step_buffers import PackedShape, StepInputs, StepUpload, host_inputs
 from lamella.model_executor.step_plan import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from lamella.model_executor.device_sampling.sampler import DeviceSampler
 
 ALL_TOKENS: Mapping[int, np.ndarray] = MappingProxyType({})  # every layer takes in all tokens
 
@@ -45,7 +50,7 @@ class ModelRunner:
     that keeps KV and None for those that read another's.
 
     prunes: layers compute only the tokens that something depends on (`ReceptiveField`), and the model goes by
-    `StepAttention.output_rows`. False: they compute all.
+    `StepAttention.output_rows`. False: they compute all. sampler: None takes the one for the arena's device.
     """
 
     def __init__(
@@ -57,12 +62,13 @@ class ModelRunner:
         arena: torch.Tensor,
         *,
         prunes: bool = True,
+        sampler: Sampler | DeviceSampler | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
         self.layout = layout
         self.arena = arena
-        self.sampler = Sampler()
+        self.sampler = choose_sampler(arena.device) if sampler is None else sampler
         self.receptive_field = ReceptiveField(layout, attention_specs)
         self.prunes = prunes
         self.device = arena.device
@@ -105,23 +111,29 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Give the step to the device. What `plan.token_sources` names comes from the step launched before."""
-        result = self._run(plan)
-        self._last_token_ids = torch.from_numpy(result.token_ids).to(self.device)
-        return LaunchedStep(self._last_token_ids, lambda: result)
-
-    def _run(self, plan: StepPlan) -> StepResult:
         self._copy_pages(plan)
         size = self.graphs.size_for(plan) if self.graphs is not None else None
         hidden = self._run_eager(plan) if size is None else self._run_graph(plan, size)
+        launched = self._sample(hidden, plan)
+        self._last_token_ids = launched.token_ids
+        return launched
+
+    def _sample(self, hidden: torch.Tensor, plan: StepPlan) -> LaunchedStep:
         num_sampled = len(plan.sample_requests)
         if not num_sampled:
-            return StepResult(token_ids=np.zeros(0, dtype=np.int64), logprobs={})
+            return self._finished(StepResult(token_ids=np.zeros(0, dtype=np.int64), logprobs={}))
         if len(hidden) > num_sampled:  # it gave all tokens
             hidden = hidden[to_device(plan.sampled_tokens, hidden.device)]
         scores = self.model.logits(hidden)
-        if isinstance(scores, torch.Tensor):
-            return self.sampler(scores, plan.sampling)
-        return sample_from_head(self.sampler, scores, plan.sampling)
+        if not isinstance(scores, torch.Tensor):
+            return self._finished(sample_from_head(Sampler(), scores, plan.sampling))
+        sampled = self.sampler(scores, plan.sampling)
+        if isinstance(sampled, StepResult):
+            return self._finished(sampled)
+        return LaunchedStep(sampled.token_ids, sampled.result)
+
+    def _finished(self, result: StepResult) -> LaunchedStep:
+        return LaunchedStep(to_device(result.token_ids, self.device), lambda: result)
 
     def _run_eager(self, plan: StepPlan) -> torch.Tensor:
         """Hidden states [S, width] of the tokens that leave the last layer."""

@@ -10,14 +10,13 @@ lie in the k blocks with the largest maxima. No row is ever sorted whole unless 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from lamella.errors import InvariantError, LamellaError
+from lamella.model_executor.logit_edits import edited
 from lamella.model_executor.step_plan import SamplingBatch, StepResult, TokenLogprobs
 
 _BLOCK_COLUMNS = 256
@@ -48,14 +47,15 @@ class Sampler:
     def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
         """Choose a token per row.
 
-        logits: float32 [S, vocab] on any device, row- or column-major; banned entries are overwritten
-        with -inf during the call and put back. Row i follows entry i of `batch`.
+        logits: float32 [S, vocab] on any device, row- or column-major; penalised and banned entries are
+        overwritten during the call and put back. Row i follows entry i of `batch`.
 
-        Greedy rows (temperature 0) take the largest logit, the lowest id among equals. For the others
+        Penalties change logits, bans make them -inf (`logit_edits`).
+        Greedy rows (temperature 0) then take the largest logit, the lowest id among equals. For the others
         logits are divided by the temperature, then min_p drops tokens less likely than min_p times the
         most likely one, then top_k keeps exactly k, then top_p keeps the fewest whose share of what is
         left reaches top_p; one uniform number picks from what is kept. Log-probabilities are those of
-        the logits as given, before bans, temperature and filters.
+        the logits as given, before penalties, bans, temperature and filters.
 
         Raises LamellaError when a row's largest logit is NaN or infinite: the model's output is
         unusable, or every token of the row is banned.
@@ -65,7 +65,7 @@ class Sampler:
             raise InvariantError(f"logits of shape {list(logits.shape)} for {num_rows} rows; give [{num_rows}, vocab]")
         if num_rows == 0:
             return StepResult(token_ids=np.empty(0, dtype=np.int64), logprobs={})
-        with _banned(logits, batch.banned_token_ids):
+        with edited(logits, batch):
             maxima = _block_maxima(logits)
             best_ids, best_logits = _largest_of_blocks(logits, maxima)
             check_finite(best_logits)
@@ -96,22 +96,6 @@ def kept_tokens(
     top_k = top_k if 0 < top_k < len(row) else 0
     mass = _row_mass(row.contiguous(), best_logit, temperature) if _needs_row_mass(top_k, top_p, min_p) else None
     return _filter(row, maxima[0].cpu().numpy(), best_logit, temperature, top_k, top_p, min_p, mass)
-
-
-@contextmanager
-def _banned(logits: torch.Tensor, banned_token_ids: dict[int, tuple[int, ...]]) -> Iterator[None]:
-    """Overwrite the banned entries with -inf, and put them back at the end."""
-    pairs = [(row, token_id) for row, token_ids in banned_token_ids.items() for token_id in token_ids]
-    if not pairs:
-        yield
-        return
-    rows, token_ids = torch.tensor(pairs, dtype=torch.int64, device=logits.device).unbind(1)
-    saved = logits[rows, token_ids]
-    logits[rows, token_ids] = -torch.inf
-    try:
-        yield
-    finally:
-        logits[rows, token_ids] = saved
 
 
 def _block_maxima(logits: torch.Tensor) -> torch.Tensor:

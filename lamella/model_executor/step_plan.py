@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,12 +36,28 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenPenalties:
+    """What one row's penalties are and which tokens they are for, each once, in any order.
+
+    A positive logit is divided by `repetition`, another multiplied with it; then `frequency` times the token's count in
+    the output is subtracted, and `presence` where that is not 0. Off: 1, 0, 0.
+    """
+
+    repetition: float
+    presence: float
+    frequency: float
+    token_ids: np.ndarray  # int64 [n]: those in prompt or output
+    output_counts: np.ndarray  # int64 [n]: how often each is in the output
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """How to sample each of the `S` rows that need a token.
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off. A draw depends on (seed, draw_index)
     alone: draw_index is how many tokens the request has sampled before.
     banned_token_ids[i]: ids that row i may not produce (end tokens before min_tokens).
+    penalties[i]: of row i, where it has any.
     num_logprobs[i]: -1 for none, else how many top log-probabilities to return besides the
     sampled token's own.
     """
@@ -54,6 +70,7 @@ class SamplingBatch:
     draw_index: np.ndarray  # int64 [S]
     num_logprobs: np.ndarray  # int64 [S]
     banned_token_ids: dict[int, tuple[int, ...]]
+    penalties: dict[int, TokenPenalties] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

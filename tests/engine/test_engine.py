@@ -416,13 +416,18 @@ def test_without_parameters_the_models_own_defaults_hold(tmp_path):
             SamplingParams(temperature=0.7, top_k=5, top_p=0.9),
         ),
         ({"do_sample": False, "temperature": 0.7}, SamplingParams(temperature=0)),
+        (
+            {"do_sample": False, "repetition_penalty": 1.2, "top_p": None},
+            SamplingParams(temperature=0, repetition_penalty=1.2),
+        ),
+        ({"repetition_penalty": 1.1}, SamplingParams(repetition_penalty=1.1)),
         ({}, SamplingParams()),
     ):
         path.write_text(json.dumps(given))
         with LLM(str(tmp_path), **ARGUMENTS) as llm:
             assert llm.get_default_sampling_params() == expected
             if expected.is_greedy:
-                asked = llm.generate("the cat", SamplingParams(temperature=0), use_tqdm=False)
+                asked = llm.generate("the cat", expected, use_tqdm=False)
                 assert tokens(llm.generate("the cat", use_tqdm=False)[0]) == tokens(asked[0])
 
 

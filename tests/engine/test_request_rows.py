@@ -56,3 +56,27 @@ def test_a_row_that_changes_hands_is_sampled_for_its_new_request():
     assert rows.sampling_batch(both).temperature.tolist() == [0.1, 0.3]
     assert rows.requests_in(both) == [requests[0], requests[2]]
     assert rows.sampling_batch(both[:1]).seeds.tolist() == [1]
+
+
+def test_penalties_are_for_the_tokens_so_far_also_after_another_row_was_used():
+    rows = RequestRows(3, 20)
+    plain, penalised = make_request(5), make_request(6, repetition_penalty=1.5, presence_penalty=0.5)
+    rows.put(plain, 0)
+    row = rows.put(penalised, 0)
+    assert rows.sampling_batch(np.array([0])).penalties == {}
+    rows.tokens[row, 3:5] = 7, 1
+    rows.num_tokens[row] = 5
+    before = rows.sampling_batch(np.array([0, row])).penalties
+    rows.take(row)
+    rows.put(make_request(8), 0)  # takes the row
+    moved = rows.put(penalised, 0)
+    assert moved != row
+    after = rows.sampling_batch(np.array([moved, 0])).penalties
+    for found in (before[1], after[0]):
+        counts = dict(zip(found.token_ids.tolist(), found.output_counts.tolist(), strict=True))
+        assert counts == {0: 0, 1: 1, 2: 0, 7: 1}
+        assert (found.repetition, found.presence, found.frequency) == (1.5, 0.5, 0.0)
+    assert len(before) == len(after) == 1
+    rows.take(moved)
+    rows.put(make_request(9), 0)
+    assert rows.sampling_batch(np.array([0, 1, 2])).penalties == {}

@@ -18,6 +18,9 @@ def test_defaults_are_those_of_vllm() -> None:
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
         "seed": None,
         "stop": (),
         "stop_token_ids": (),
@@ -31,6 +34,7 @@ def test_defaults_are_those_of_vllm() -> None:
         "output_kind": RequestOutputKind.CUMULATIVE,
     }
     assert not params.is_greedy
+    assert not params.has_penalties
     assert {kind.name for kind in RequestOutputKind} == {"CUMULATIVE", "DELTA", "FINAL_ONLY"}
 
 
@@ -41,8 +45,8 @@ def test_is_a_frozen_value() -> None:
     assert params == SamplingParams(stop=("a", "b"), temperature=0.5)
     assert hash(params) == hash(SamplingParams(stop=["a", "b"], temperature=0.5))
     assert dataclasses.replace(params, max_tokens=3).stop == ("a", "b")
-    with pytest.raises(TypeError, match="presence_penalty"):
-        SamplingParams(presence_penalty=1.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="length_penalty"):
+        SamplingParams(length_penalty=1.0)  # type: ignore[call-arg]
 
 
 def test_stop_takes_one_form() -> None:
@@ -62,6 +66,14 @@ def test_greedy_switches_the_filters_off(temperature: float) -> None:
     assert params.is_greedy
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 1.0, 0, 0.0)
     assert params.seed == 3
+
+
+@pytest.mark.parametrize("penalty", [{"presence_penalty": 2}, {"frequency_penalty": -2}, {"repetition_penalty": 0.01}])
+def test_penalties_stay_for_greedy_requests(penalty: dict) -> None:
+    params = SamplingParams(temperature=0, **penalty)
+    assert params.has_penalties
+    assert {name: getattr(params, name) for name in penalty} == penalty
+    assert all(type(getattr(params, name)) is float for name in penalty)
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 0.001, 0.00999])
@@ -121,6 +133,14 @@ def test_numpy_scalars_become_python_values() -> None:
         ({"min_p": -0.1}, "min_p=-0.1", "0 .off. to 1"),
         ({"min_p": 1.5}, "min_p=1.5", "0 .off. to 1"),
         ({"min_p": float("nan")}, "min_p=nan", "0 .off. to 1"),
+        ({"presence_penalty": 2.1}, "presence_penalty=2.1", "-2 to 2"),
+        ({"presence_penalty": float("nan")}, "presence_penalty=nan", "-2 to 2"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty=-2.5", "-2 to 2"),
+        ({"frequency_penalty": None}, "frequency_penalty=None", "number"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0", "more than 0"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty=-1.0", "more than 0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty=nan", "more than 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty=inf", "more than 0"),
         ({"seed": -2}, "seed=-2", "2\\*\\*64 - 1"),
         ({"seed": 2**64}, f"seed={2**64}", "2\\*\\*64 - 1"),
         ({"seed": 0.5}, "seed=0.5", "integer"),
