@@ -210,7 +210,8 @@ class RowPages:
         return passing
 
     def _needs_step_pages(self, row: int, num_computed: int, end: int) -> bool:
-        """Whether the chunk [num_computed, end) has blocks for step pages, and too little memory idles to do without."""
+        """Whether blocks of the chunk [num_computed, end) should have step pages: nobody needs them later, and little
+        memory idles."""
         if not self.step_pages.num_tokens or not self._passing_blocks(row, num_computed, end):
             return False
         return not self._fits_into_idle_memory(row, ceil_div(end, self.page_tokens))

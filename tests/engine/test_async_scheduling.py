@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lamella import LLM, ConfigError, Engine, SamplingParams
-from lamella.engine.request_rows import has_penalties
 from lamella.kv_cache.capacity import num_requests_that_fit
 from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.sizing import request_slabs
@@ -328,17 +327,10 @@ def test_the_next_turn_finds_the_answer_before_it_while_that_leaves():
     assert found == [9 + len(answer) - 1, 16], "all, or whole blocks: the last one is still the first request's"
 
 
-@dataclass(frozen=True)
-class Penalised(SamplingParams):
-    repetition_penalty: float = 1.0
-
-
 def test_penalties_are_planned_with_all_tokens_known():
-    assert not has_penalties(Penalised(temperature=0))
-    assert has_penalties(Penalised(temperature=0, repetition_penalty=1.2))
     simulation = LateSimulation([full()], page_tokens=4, extra_slabs=400)
     simulation.add("free", range(6), 30)
-    simulation.add("penalised", range(7), 10).params = Penalised(temperature=0, repetition_penalty=1.2)
+    simulation.add("penalised", range(7), 10).params = SamplingParams(temperature=0, repetition_penalty=1.2)
     while not simulation.requests["penalised"].is_finished:
         simulation.step()
         assert not simulation.launched
