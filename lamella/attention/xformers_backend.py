@@ -10,13 +10,12 @@ import torch
 
 from lamella.attention.backend import AttentionBackend, AttentionParams, LayerCache, token_major_cache
 from lamella.attention.metadata import AttentionMetadata
-from lamella.attention.xformers_masks import pack_keys, paged_mask
+from lamella.attention.xformers_masks import PAGED_TOKENS, pack_keys, paged_mask
 from lamella.kv_cache.spec import KVCacheSpec
 
 logger = logging.getLogger(__name__)
 
-# What xformers' paged kernel asks for: it reads so many keys at a time, from one page, of heads as wide as these.
-PAGED_TOKENS = 64
+# What xformers' paged kernel asks for, beside pages of a multiple of PAGED_TOKENS.
 PAGED_HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 PAGED_DTYPES = (torch.float16, torch.bfloat16)
 PAGED_MAX_ROWS = 2**31

@@ -18,6 +18,7 @@ from lamella.errors import InvariantError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 UNBOUNDED = 1 << 62
+PAGED_TOKENS = 64  # the paged kernel reads so many keys at a time, from one page
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +89,17 @@ def pack_keys(spec: KVCacheSpec, metadata: AttentionMetadata, requests: range) -
 
 
 def paged_mask(spec: KVCacheSpec, metadata: AttentionMetadata, pages_per_id: int) -> Any | None:
-    """The mask of the decode requests over pages as they lie, page id p at `p * pages_per_id`; or None: where a
-    request resumed without its window's keys, some page that it reads may hold what was never written, and xformers
-    multiplies by zero what it masks.
+    """The mask of the decode requests over pages as they lie, page id p at `p * pages_per_id`.
 
+    None where a request has no KV from some position on down, and the first keys that xformers reads with those it
+    sees lie there: they were never written, and xformers multiplies by zero what it masks, not a number or not.
     Raises InvariantError where a block table starts above what is seen.
     """
     from xformers.ops.fmha.attn_bias import BlockDiagonalGappyKeysMask, PagedBlockDiagonalGappyKeysMask
 
     num_decodes = metadata.num_decodes
     blocks = make_blocks(spec, metadata, range(num_decodes))
-    if (blocks.first_keys > spec.first_visible_each(blocks.stop_keys - 1)).any():
+    if (blocks.first_keys // PAGED_TOKENS * PAGED_TOKENS < metadata.first_keys_host[:num_decodes]).any():
         return None
     # Each request has its own range of positions, as long as its row of the table.
     tables = metadata.block_tables[:num_decodes]

@@ -16,8 +16,8 @@ import torch
 from lamella.attention.backend import choose_backend
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.torch_backend import TorchBackend
-from lamella.attention.xformers_backend import PAGED_TOKENS, XformersBackend, page_rows, pages_per_id
-from lamella.attention.xformers_masks import pack_keys
+from lamella.attention.xformers_backend import XformersBackend, page_rows, pages_per_id
+from lamella.attention.xformers_masks import PAGED_TOKENS, pack_keys
 from lamella.errors import ConfigError, InvariantError
 from tests.helpers.attention_cases import AttentionCase, Ragged, make_case
 from tests.helpers.pairwise import pairwise
@@ -177,6 +177,16 @@ def test_calls_are_the_references(row: dict[str, Any]) -> None:
     assert_like_reference(make(row), backend_with(dense_attention))
 
 
+def write_earlier_tokens(case: AttentionCase) -> None:
+    """A page is written from its beginning: what left the window is still there, below what is seen."""
+    cache = case.cache(ReferenceBackend(), case.arena)
+    for i, kept in enumerate(case.first_kept):
+        block, offset = divmod(kept, case.metadata.page_tokens)
+        page = int(case.metadata.block_tables_host[i, block - case.metadata.first_blocks_host[i]])
+        cache.keys[page, :offset] = 9.0
+        cache.values[page, :offset] = 100.0
+
+
 PAGED_FACTORS: dict[str, list[Any]] = {
     "rule": [("full", 0), *(("window", PAGED_TOKENS + more) for more in (-1, 0, 1)), ("window", 1), ("chunk", 48)],
     "heads": [(1, 1), (4, 1), (6, 2), (3, 3)],
@@ -196,6 +206,7 @@ def test_decoding_on_pages_is_the_references(row: dict[str, Any]) -> None:
     case = make_case(
         spec, [Ragged(edge) for edge in edges], num_heads=num_heads, **{name: row[name] for name in names}
     )
+    write_earlier_tokens(case)
     ops = []
 
     def operator(*tensors: torch.Tensor, op: Any = None, **arguments: Any) -> torch.Tensor:
@@ -237,12 +248,11 @@ def test_which_layouts_are_read_in_place(change: dict[str, int], num_per_id: int
                 assert every_page[page_id * num_per_id].data_ptr() == pages[page_id].data_ptr()
 
 
-def test_a_resumed_request_is_not_decoded_on_pages() -> None:
+@pytest.mark.parametrize("request_", [Ragged(90, 1, 70), Ragged(100, 1, 70)], ids=["in the window", "below it"])
+def test_a_resumed_request_is_not_decoded_on_pages(request_: Ragged) -> None:
     """Its page begins with what was never written: NaN here, which a masked key's weight of 0 does not undo."""
-    spec = make_spec("window", 100, k_dim=16, v_dim=16, itemsize_bytes=2)
-    case = make_case(
-        spec, [Ragged(90, 1, 70), Ragged(5)], num_heads=1, page_tokens=PAGED_TOKENS, dtype=torch.float16
-    )
+    spec = make_spec("window", 24, k_dim=16, v_dim=16, itemsize_bytes=2)
+    case = make_case(spec, [request_, Ragged(5)], num_heads=1, page_tokens=PAGED_TOKENS, dtype=torch.float16)
 
     def operator(*tensors: torch.Tensor, op: Any = None, **arguments: Any) -> torch.Tensor:
         assert op is None
