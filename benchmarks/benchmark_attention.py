@@ -239,6 +239,13 @@ def markdown(measurements: list[Measurement]) -> str:
     return "\n".join(lines)
 
 
+def parse_device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name!r} is not a device of torch's; try cpu or cuda") from error
+
+
 def check_workloads(names: tuple[str, ...]) -> None:
     for name in names:
         if name not in WORKLOADS:
@@ -290,7 +297,7 @@ def main(workloads, names, page_sizes, kv_dtype, device, threads, num_steps, out
         torch.set_num_threads(threads)
     measurements = []
     try:
-        device = torch.device(device)
+        device = parse_device(device)
         if device.type != "cpu":
             measure_on_gpu(
                 workloads, page_sizes, kv_dtype or "bfloat16", device, num_steps, output_json, output_markdown
