@@ -112,9 +112,7 @@ class Pages:
     num_keys_read: int
 
 
-def make_pages(
-    backend: AttentionBackend, workload: Workload, page_tokens: int, dtype: torch.dtype
-) -> Pages:
+def make_pages(backend: AttentionBackend, workload: Workload, page_tokens: int, dtype: torch.dtype) -> Pages:
     shape = {"num_kv_heads": NUM_KV_HEADS, "k_dim": HEAD_DIM, "v_dim": HEAD_DIM, "itemsize_bytes": dtype.itemsize}
     spec: KVCacheSpec = (
         SlidingWindowSpec(window_tokens=WINDOW_TOKENS, **shape) if workload.is_windowed else FullAttentionSpec(**shape)

@@ -175,7 +175,8 @@ def choose_backend(
     """The backend called `name`, or for "auto" the fastest that runs on `device` and can keep KV of `specs` in `dtype`
     and pages of `page_tokens`; the log says which and why.
 
-    Raises ConfigError for a name that is not known, and for "native", "triton" and "xformers" where they cannot be used.
+    Raises ConfigError for a name that is not known, and for "native", "triton" and "xformers" where these cannot be
+    used.
     """
     if name not in BACKEND_NAMES:
         raise ConfigError(f"attention_backend={name!r} is not known; choose one of {', '.join(BACKEND_NAMES)}")

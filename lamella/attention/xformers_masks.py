@@ -81,8 +81,9 @@ def pack_keys(spec: KVCacheSpec, metadata: AttentionMetadata, requests: range) -
     rows = np.repeat(np.arange(len(blocks.requests)), blocks.num_keys)
     starts = np.cumsum(blocks.num_keys) - blocks.num_keys
     positions = np.arange(len(rows)) - starts[rows] + blocks.first_keys[rows]
-    requests_of = blocks.requests[rows]
-    page_ids = metadata.block_tables_host[requests_of, positions // page_tokens - metadata.first_blocks_host[requests_of]]
+    owners = blocks.requests[rows]
+    columns = positions // page_tokens - metadata.first_blocks_host[owners]
+    page_ids = metadata.block_tables_host[owners, columns]
     # Only a padded row sees a null page; what it gets is not read.
     page_ids = np.maximum(page_ids, 0)
     return PackedKeys(mask, _to_device(page_ids, device), _to_device(positions % page_tokens, device))

@@ -157,9 +157,7 @@ def test_only_kernels_with_our_outputs_are_timed() -> None:
         return float(len(timed))
 
     ours = Peer("ours", "torch", reference)
-    figures = compare(
-        work, ours, others, page_tokens=PAGE, dtype=torch.float32, device=CPU, seconds=seconds
-    )
+    figures = compare(work, ours, others, page_tokens=PAGE, dtype=torch.float32, device=CPU, seconds=seconds)
     assert len(timed) == 2
     assert [(figure.peer, figure.seconds) for figure in figures] == [
         ("ours", 1.0),
@@ -221,7 +219,9 @@ def test_what_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"page_tokens": 16, "device": torch.device("cuda"), "num_repeats": 1}
     with pytest.raises(ConfigError, match="sees no such GPU"):
         run([], dtype=torch.bfloat16, **options)
-    with pytest.raises(ConfigError, match="'decode-64-window' is not one for GPUs; choose from gemma-27b-decode-window"):
+    with pytest.raises(
+        ConfigError, match="'decode-64-window' is not one for GPUs; choose from gemma-27b-decode-window"
+    ):
         run(["decode-64-window"], dtype=torch.bfloat16, **options)
     with pytest.raises(ConfigError, match="choose bfloat16 or float16"):
         run([], dtype=torch.float32, **options)

@@ -140,10 +140,10 @@ class OneKeyShort:
         self.decode = self._narrowed(TorchBackend().decode)
         self.prefill = self._narrowed(TorchBackend().prefill)
 
-    def _narrowed(self, run):  # noqa: ANN001, ANN202
+    def _narrowed(self, run):
         import dataclasses
 
-        def narrowed(params, cache, query, metadata, out) -> None:  # noqa: ANN001
+        def narrowed(params, cache, query, metadata, out) -> None:
             spec = dataclasses.replace(params.spec, window_tokens=params.spec.window_tokens - 1)
             run(dataclasses.replace(params, spec=spec), cache, query, metadata, out)
 

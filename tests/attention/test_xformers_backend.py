@@ -203,9 +203,7 @@ def test_decoding_on_pages_is_the_references(row: dict[str, Any]) -> None:
     spec = make_spec(*row["rule"], num_kv_heads=num_kv_heads, k_dim=16, v_dim=16, itemsize_bytes=2)
     names = ("page_tokens", "dtype", "units_per_page", "num_null_columns")
     edges = (0, PAGED_TOKENS - 1, PAGED_TOKENS, 3 * PAGED_TOKENS + 5)
-    case = make_case(
-        spec, [Ragged(edge) for edge in edges], num_heads=num_heads, **{name: row[name] for name in names}
-    )
+    case = make_case(spec, [Ragged(edge) for edge in edges], num_heads=num_heads, **{name: row[name] for name in names})
     write_earlier_tokens(case)
     ops = []
 
@@ -330,9 +328,7 @@ def test_fp8_pages_are_left_to_another() -> None:
 @pytest.mark.parametrize("num_new", [1, 3])
 def test_a_table_that_starts_above_the_window_is_refused(page_tokens: int, num_new: int) -> None:
     spec = make_spec("window", 9, itemsize_bytes=2)
-    case = make_case(
-        spec, [Ragged(140, num_new)], num_heads=2, page_tokens=page_tokens, dtype=torch.float16
-    )
+    case = make_case(spec, [Ragged(140, num_new)], num_heads=2, page_tokens=page_tokens, dtype=torch.float16)
     case.metadata.first_blocks_host[0] += 1
     with pytest.raises(InvariantError, match="a table must cover every block"):
         case.run(backend_with(dense_attention))

@@ -144,9 +144,7 @@ def test_the_benchmark_times_what_is_installed() -> None:
     others = [peer for peer in OTHERS if not peer.is_missing]
     timer = Timer(CUDA, num_warmups=1, num_repeats=3)
     for work in (Workload("decode", spec, 8, 4, 1000, 1), Workload("prefill", spec, 8, 2, 500, 300)):
-        figures = compare(
-            work, OURS, others, page_tokens=16, dtype=torch.bfloat16, device=CUDA, seconds=timer.seconds
-        )
+        figures = compare(work, OURS, others, page_tokens=16, dtype=torch.bfloat16, device=CUDA, seconds=timer.seconds)
         assert [figure.peer for figure in figures] == ["triton", *(peer.name for peer in others)]
         assert [figure.problem for figure in figures] == [None] * len(figures)
         assert all(figure.seconds is not None and 1e-7 < figure.seconds < 1 for figure in figures)

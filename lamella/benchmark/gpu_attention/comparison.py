@@ -23,8 +23,8 @@ def check_device(device: torch.device) -> None:
     """Raises ConfigError where there is no such GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         raise ConfigError(
-            f"--device {device}: torch {torch.__version__} sees no such GPU; kernels are timed on CUDA or ROCm devices, "
-            "and --device cpu measures the CPU's backends"
+            f"--device {device}: torch {torch.__version__} sees no such GPU; kernels are timed on CUDA or ROCm "
+            "devices, and --device cpu measures the CPU's backends"
         )
 
 
@@ -91,7 +91,8 @@ def run(
     for name in names:
         if name not in NAMED_WORKLOADS:
             raise ConfigError(
-                f"workload {name!r} is not one for GPUs; choose from {', '.join(NAMED_WORKLOADS)}, or leave it out for all"
+                f"workload {name!r} is not one for GPUs; choose from {', '.join(NAMED_WORKLOADS)}, or leave it out "
+                "for all"
             )
     if dtype.itemsize != 2:
         raise ConfigError(f"KV in {dtype}: the workloads for GPUs have 16 bits; choose bfloat16 or float16")

@@ -121,11 +121,11 @@ def flex_attention(batch: Batch) -> Call:
 
 
 def _window(batch: Batch) -> tuple[int, int]:
-    """(keys to the left, keys to the right) as flash-attn counts them, -1 for all."""
+    """(keys to the left, keys to the right) of a query's own as flash-attn counts them, -1 for all."""
     spec = batch.work.spec
     if isinstance(spec, ChunkedLocalAttentionSpec):
         raise NotImplementedError("has no chunked-local mask")
-    return (spec.reach_tokens - 1 if spec.reach_tokens is not None else -1), (0 if spec.reach_tokens is not None else -1)
+    return (-1, -1) if spec.reach_tokens is None else (spec.reach_tokens - 1, 0)
 
 
 def _prefix_sum(length: int, batch: Batch) -> torch.Tensor:

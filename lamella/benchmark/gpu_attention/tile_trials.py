@@ -88,9 +88,7 @@ def compile_problem(kernel: str, named: NamedShape, tile: Tile, target: str) -> 
     return None
 
 
-def result_problem(
-    kernel: str, tile: Tile, *, head_dim: int, itemsize_bytes: int, device: torch.device
-) -> str | None:
+def result_problem(kernel: str, tile: Tile, *, head_dim: int, itemsize_bytes: int, device: torch.device) -> str | None:
     """By how much the outputs with `tile` differ from the reference's, where that is too much."""
     dtype = DTYPES[itemsize_bytes]
     for spec in specs(head_dim, itemsize_bytes, 37):
@@ -116,17 +114,22 @@ def try_tiles(
     """A trial per tile, on the timer's device, which is a `target`."""
     workloads = trial_workloads(kernel, head_dim, itemsize_bytes)
     dtype = DTYPES[itemsize_bytes]
+    layers = [named_shape(work, dtype) for work in workloads]
     batches = [make_batch(work, page_tokens=PAGE_TOKENS, dtype=dtype, device=timer.device) for work in workloads]
+
+    def problem_of(tile: Tile) -> str | None:
+        for layer in layers:
+            problem = compile_problem(kernel, layer, tile, target)
+            if problem is not None:
+                return problem
+        return result_problem(kernel, tile, head_dim=head_dim, itemsize_bytes=itemsize_bytes, device=timer.device)
+
     trials = []
     for tile in tiles:
-        problem = next(filter(None, (compile_problem(kernel, named_shape(work, dtype), tile, target) for work in workloads)), None)
+        problem = problem_of(tile)
         if problem is None:
-            problem = result_problem(
-                kernel, tile, head_dim=head_dim, itemsize_bytes=itemsize_bytes, device=timer.device
-            )
-        if problem is not None:
+            calls = [backend_call(TritonBackend(tile=tile), batch) for batch in batches]
+            trials.append(Trial(tile, tuple(timer.seconds(call) for call in calls)))
+        else:
             trials.append(Trial(tile, problem=problem))
-            continue
-        calls = [backend_call(TritonBackend(tile=tile), batch) for batch in batches]
-        trials.append(Trial(tile, tuple(timer.seconds(call) for call in calls)))
     return trials

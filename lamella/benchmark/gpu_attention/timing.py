@@ -33,25 +33,29 @@ class Timer:
     def seconds(self, call: Callable[[], object]) -> float:
         """Median over the repeats, each with a cold L2 cache, from when the device has come to the call until it is
         done with it."""
-        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
-        for _ in range(self.num_warmups):
-            call()
-        events = []
-        for _ in range(self.num_repeats):
-            flush.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            events.append((begin, end))
-        torch.cuda.synchronize(self.device)
+        with torch.cuda.device(self.device):
+            flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+            for _ in range(self.num_warmups):
+                call()
+            events = []
+            for _ in range(self.num_repeats):
+                flush.zero_()
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                call()
+                end.record()
+                events.append((begin, end))
+            torch.cuda.synchronize()
         return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
 
     def ceilings(self) -> Ceilings:
+        return Ceilings(self._copy_bytes_per_second(), self._matmul_flops_per_second())
+
+    def _copy_bytes_per_second(self) -> float:
         source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
-        copy_seconds = self.seconds(lambda: target.copy_(source))
-        del source, target
+        return 2 * COPY_BYTES / self.seconds(lambda: target.copy_(source))
+
+    def _matmul_flops_per_second(self) -> float:
         a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=self.device, dtype=torch.bfloat16) for _ in range(2))
-        matmul_seconds = self.seconds(lambda: torch.mm(a, b))
-        return Ceilings(2 * COPY_BYTES / copy_seconds, 2 * MATMUL_SIZE**3 / matmul_seconds)
+        return 2 * MATMUL_SIZE**3 / self.seconds(lambda: torch.mm(a, b))
