@@ -105,19 +105,19 @@ class XformersBackend:
     ) -> bool:
         """query and out hold the rows of `requests`. False: not done, for xformers cannot."""
         spec = params.spec
-        shape = (spec.k_dim, spec.v_dim, query.dtype)
         reason = inexpressible(params, cache)
-        if reason is None and shape in self._refused:
-            return False
         if reason is not None:
             self._log_once(reason)
+            return False
+        shape = (spec.k_dim, spec.v_dim, query.dtype)
+        if shape in self._refused:
             return False
         if not len(requests):
             return True
         try:
-            if requests.start == 0 and self._decode_on_pages(params, cache, query, metadata, out):
-                return True
-            self._attend_gathered(params, cache, query, metadata, requests, out)
+            is_decode = requests.stop == metadata.num_decodes
+            if not (is_decode and self._decode_on_pages(params, cache, query, metadata, out)):
+                self._attend_gathered(params, cache, query, metadata, requests, out)
         except NotImplementedError:  # xformers knows only when asked which of its operators this device and shape have
             self._refused.add(shape)
             self._log_once(
@@ -153,7 +153,7 @@ class XformersBackend:
         out: torch.Tensor,
     ) -> bool:
         """False: the layout or the batch does not allow it."""
-        if metadata.num_decodes == 0 or query.dtype != cache.keys.dtype or query.dtype not in PAGED_DTYPES:
+        if query.dtype != cache.keys.dtype or query.dtype not in PAGED_DTYPES:
             return False
         stride = pages_per_id(cache)
         if stride is None or not _has_paged_kernel(query.device):

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from lamella.attention.backend import AttentionParams
+from lamella.attention.torch_backend import TorchBackend
 from lamella.attention.triton.backend import SEGMENT_TOKENS
 from lamella.attention.triton.tuning import TABLE_PATH, Tile
+from lamella.benchmark.gpu_attention import tile_trials
 from lamella.benchmark.gpu_attention.tile_choice import (
     HEAD_DIM_CLASSES,
     KERNELS,
@@ -25,8 +30,10 @@ from lamella.benchmark.gpu_attention.tile_choice import (
     format_table,
     with_tile,
 )
-from lamella.benchmark.gpu_attention.tile_trials import named_shape, result_problem, trial_workloads
+from lamella.benchmark.gpu_attention.tile_trials import named_shape, trial_workloads
 from lamella.errors import ConfigError
+from lamella.kv_cache.spec import KVCacheSpec, SlidingWindowSpec
+from tests.helpers.triton_cases import make_spec
 
 CPU = torch.device("cpu")
 TILES = [Tile(16, 16, 4, 1), Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(16, 64, 4, 3)]
@@ -114,40 +121,39 @@ def test_a_workload_is_described_to_the_compiler_as_it_is(kernel: str) -> None:
     assert (shape.rule, shape.reach, shape.dtype) == (0, 0, torch.float32)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_results_are_held_against_the_reference(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"head_dim": 16, "itemsize_bytes": 4, "device": CPU}
-    monkeypatch.setattr("lamella.benchmark.gpu_attention.tile_trials.specs", tiny_specs)
-    assert result_problem(kernel, Tile(64, 32, 4, 1), **options) is None
-    monkeypatch.setattr("lamella.benchmark.gpu_attention.tile_trials.TritonBackend", OneKeyShort)
-    problem = result_problem(kernel, Tile(64, 32, 4, 1), **options)
-    assert problem is not None
-    assert problem.startswith("outputs differ from the reference's by ")
+def tiny_specs(head_dim: int, itemsize_bytes: int, window_tokens: int) -> tuple[KVCacheSpec, ...]:
+    return make_spec("window", window_tokens), make_spec("full")
 
 
-def tiny_specs(head_dim: int, itemsize_bytes: int, window_tokens: int) -> tuple[object, ...]:
-    from tests.helpers.triton_cases import make_spec
-
-    return make_spec("window", window_tokens, itemsize_bytes=4), make_spec("full", itemsize_bytes=4)
-
-
-class OneKeyShort:
-    """A kernel whose window is one key too short."""
+class OneKeyShort(TorchBackend):
+    """In place of a tile that gives wrong results: its window is one key too short."""
 
     def __init__(self, tile: Tile) -> None:
-        from lamella.attention.torch_backend import TorchBackend
+        del tile
 
-        self.decode = self._narrowed(TorchBackend().decode)
-        self.prefill = self._narrowed(TorchBackend().prefill)
+    def decode(self, params: AttentionParams, *arguments: Any) -> None:
+        super().decode(one_key_short(params), *arguments)
 
-    def _narrowed(self, run):
-        import dataclasses
+    def prefill(self, params: AttentionParams, *arguments: Any) -> None:
+        super().prefill(one_key_short(params), *arguments)
 
-        def narrowed(params, cache, query, metadata, out) -> None:
-            spec = dataclasses.replace(params.spec, window_tokens=params.spec.window_tokens - 1)
-            run(dataclasses.replace(params, spec=spec), cache, query, metadata, out)
 
-        return narrowed
+def one_key_short(params: AttentionParams) -> AttentionParams:
+    assert isinstance(params.spec, SlidingWindowSpec)
+    spec = dataclasses.replace(params.spec, window_tokens=params.spec.window_tokens - 1)
+    return dataclasses.replace(params, spec=spec)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_results_are_held_against_the_reference(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_trials, "specs", tiny_specs)  # as small as the interpreter asks for
+
+    def problem() -> str | None:
+        return tile_trials.result_problem(kernel, Tile(64, 32, 4, 1), head_dim=16, itemsize_bytes=4, device=CPU)
+
+    assert problem() is None
+    monkeypatch.setattr(tile_trials, "TritonBackend", OneKeyShort)
+    assert (problem() or "").startswith("outputs differ from the reference's by ")
 
 
 COMPILE = """
