@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -53,11 +54,21 @@ def triton(batch: Batch) -> Call:
     return backend_call(TritonBackend(), batch)
 
 
+class _NoBackend:
+    """Where another backend would do the work instead."""
+
+    name = "no backend"
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise NotImplementedError("no operator takes the layer's heads on this device")
+
+
 def xformers(batch: Batch) -> Call:
-    """With its gather, which is part of the backend."""
+    """With its gather, which is part of the backend, and nothing that takes over what it cannot do."""
     from lamella.attention.xformers_backend import XformersBackend
 
-    return backend_call(XformersBackend(), batch)
+    other: Any = _NoBackend()
+    return backend_call(XformersBackend(other=other), batch)
 
 
 def _dense_inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
