@@ -50,6 +50,7 @@ class XformersBackend:
         self._other = other
         self._logged: set[str] = set()
         self._refused: set[tuple[Any, ...]] = set()
+        self._reads_pages = True
 
     def layer_cache(
         self,
@@ -153,7 +154,7 @@ class XformersBackend:
         out: torch.Tensor,
     ) -> bool:
         """False: the layout or the batch does not allow it."""
-        if query.dtype != cache.keys.dtype or query.dtype not in PAGED_DTYPES:
+        if not self._reads_pages or query.dtype != cache.keys.dtype or query.dtype not in PAGED_DTYPES:
             return False
         stride = pages_per_id(cache)
         if stride is None or not _has_paged_kernel(query.device):
@@ -164,10 +165,20 @@ class XformersBackend:
         mask = metadata.derived[plan_key]
         if mask is None:
             return False
+        from triton import __version__ as triton_version
+        from triton.errors import TritonError
         from xformers.ops.fmha.triton_splitk import FwOp
 
-        self._run(params, query, page_rows(cache.keys), page_rows(cache.values), mask, out, op=FwOp)
-        return True
+        try:
+            self._run(params, query, page_rows(cache.keys), page_rows(cache.values), mask, out, op=FwOp)
+        except TritonError:  # xformers 0.0.35 writes this kernel with block pointers, which Triton 3.9 no longer has
+            self._reads_pages = False
+            logger.warning(
+                "attention by xformers gathers keys in place of reading pages: its paged kernel does not compile with "
+                "triton %s",
+                triton_version,
+            )
+        return self._reads_pages
 
     def _run(
         self,

@@ -166,8 +166,7 @@ def problem(kernel, head_dim, tile):
 
 print(problem("decode", 64, Tile(16, 32, 4, 2)))
 print(problem("prefill", 64, Tile(64, 32, 4, 2)))
-print(problem("prefill", 256, Tile(128, 64, 4, 1)))
-print(problem("prefill", 256, Tile(16, 128, 8, 3)))
+print(problem("decode", 256, Tile(16, 128, 8, 3)))
 print(problem("prefill", 64, Tile(64, 48, 4, 1)))
 """
 
@@ -180,8 +179,8 @@ def test_tiles_that_spill_or_do_not_fit_or_compile_are_named(tmp_path: Path) -> 
         [sys.executable, "-c", COMPILE], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
-    decode, prefill, spilling, large, odd = done.stdout.splitlines()
-    assert decode == prefill == "None"
+    good, spilling, large, odd = done.stdout.splitlines()
+    assert good == "None"
     assert spilling.startswith("spills ")
     assert "bytes of shared memory, sm_80 has 166,912" in large
     assert odd.startswith("does not compile (")

@@ -217,6 +217,40 @@ def test_decoding_on_pages_is_the_references(row: dict[str, Any]) -> None:
     assert ops == [FwOp]
 
 
+def test_the_paged_kernel_itself_or_gathered_keys(caplog: pytest.LogCaptureFixture) -> None:
+    """In Triton's interpreter, as far as this Triton still has what the kernel is written with."""
+    from xformers.ops.fmha.common import Inputs
+    from xformers.ops.fmha.triton_splitk import FwOp
+
+    ops = []
+
+    def operator(*tensors: torch.Tensor, attn_bias: Any, scale: float, op: Any) -> torch.Tensor:
+        ops.append(op)
+        if op is None:
+            return dense_attention(*tensors, attn_bias=attn_bias, scale=scale)
+        return FwOp.apply(Inputs(*tensors, attn_bias=attn_bias, scale=scale), needs_gradient=False)[0]
+
+    backend = backend_with(operator)
+    with caplog.at_level(logging.WARNING, logger="lamella.attention.xformers_backend"):
+        for rule, heads in ((("window", 65), (4, 2)), (("full", 0), (2, 2)), (("chunk", 48), (3, 1))):
+            spec = make_spec(*rule, num_kv_heads=heads[1], itemsize_bytes=2)
+            requests = [Ragged(0), Ragged(63), Ragged(64), Ragged(133)]
+            case = make_case(
+                spec, requests, num_heads=heads[0], page_tokens=PAGED_TOKENS, dtype=torch.float16, num_null_columns=1
+            )
+            write_earlier_tokens(case)
+            expected, _ = case.run(ReferenceBackend())
+            actual, _ = case.run(backend)
+            torch.testing.assert_close(actual, expected, rtol=3e-3, atol=3e-3)
+    messages = [record.getMessage() for record in caplog.records]
+    if messages:
+        assert len(messages) == 1
+        assert messages[0].startswith("attention by xformers gathers keys in place of reading pages: its paged kernel")
+        assert ops == [FwOp, None, None, None]
+    else:
+        assert ops == [FwOp] * 3
+
+
 @pytest.mark.parametrize(
     ("change", "num_per_id"),
     [

@@ -82,21 +82,30 @@ def make_batch(work: Workload, *, page_tokens: int, dtype: torch.dtype, device: 
     cache = token_major_cache(
         arena, spec=spec, dtype=dtype, page_tokens=page_tokens, unit_bytes=page_bytes, offset_bytes=0
     )
-    host = {
-        "query_start": np.arange(work.num_requests + 1) * work.num_new,
-        "seq_lens": np.full(work.num_requests, seq_len),
-        "first_blocks": np.full(work.num_requests, first_block),
-        "first_keys": np.zeros(work.num_requests, dtype=np.int64),
-        "block_tables": block_tables,
-    }
     positions = np.arange(work.num_prior, seq_len)
     slots = block_tables[:, positions // page_tokens - first_block] * page_tokens + positions % page_tokens
+    query_start = np.arange(work.num_requests + 1) * work.num_new
+    seq_lens = np.full(work.num_requests, seq_len)
+    first_blocks = np.full(work.num_requests, first_block)
+    first_keys = np.zeros(work.num_requests, dtype=np.int64)
+
+    def on_device(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
     metadata = AttentionMetadata(
         page_tokens=page_tokens,
         num_decodes=work.num_requests if work.num_new == 1 else 0,
-        slot_mapping=torch.from_numpy(slots.reshape(-1)).to(device),
-        **{name: torch.from_numpy(array).to(device) for name, array in host.items()},
-        **{f"{name}_host": array for name, array in host.items()},
+        query_start=on_device(query_start),
+        seq_lens=on_device(seq_lens),
+        first_blocks=on_device(first_blocks),
+        first_keys=on_device(first_keys),
+        block_tables=on_device(block_tables),
+        slot_mapping=on_device(slots.reshape(-1)),
+        query_start_host=query_start,
+        seq_lens_host=seq_lens,
+        first_blocks_host=first_blocks,
+        first_keys_host=first_keys,
+        block_tables_host=block_tables,
     )
     return Batch(
         work=work,

@@ -49,22 +49,24 @@ def compare(
     """One figure per kernel. A kernel that cannot do the workload, or gives other outputs than `ours`, is not timed,
     and its figure says why. `seconds` times a call."""
     batch = make_batch(work, page_tokens=page_tokens, dtype=dtype, device=device)
-    counts = {"num_bytes": needed_bytes(work), "num_flops": work.num_flops}
+
+    def figure(peer: Peer, *, seconds: float | None = None, problem: str | None = None) -> Figure:
+        return Figure(work.name, peer.name, needed_bytes(work), work.num_flops, seconds, problem)
+
     our_call = ours.prepare(batch)
     expected = our_call().clone()
-    figures = [Figure(work.name, ours.name, **counts, seconds=seconds(our_call))]
+    figures = [figure(ours, seconds=seconds(our_call))]
     for peer in others:
         try:
             call = peer.prepare(batch)
             difference = relative_difference(call(), expected)
             if difference > MAX_DIFFERENCE[dtype]:
-                problem = f"its outputs differ from {ours.name}'s by {difference:.1%}"
-                figures.append(Figure(work.name, peer.name, **counts, problem=problem))
-                continue
-            figures.append(Figure(work.name, peer.name, **counts, seconds=seconds(call)))
+                figures.append(figure(peer, problem=f"its outputs differ from {ours.name}'s by {difference:.1%}"))
+            else:
+                figures.append(figure(peer, seconds=seconds(call)))
         except Exception as error:  # a peer's failure is a finding, not the end of the run
             first_line = (str(error) or "no message").splitlines()[0]
-            figures.append(Figure(work.name, peer.name, **counts, problem=f"{type(error).__name__}: {first_line}"))
+            figures.append(figure(peer, problem=f"{type(error).__name__}: {first_line}"))
     return figures
 
 
