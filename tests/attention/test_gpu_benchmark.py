@@ -97,6 +97,7 @@ def test_a_batchs_dense_keys_are_those_in_its_pages(rule: tuple[str, int], sizes
     assert batch.visible().tolist() == expected
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("prepare", [torch_sdpa, flex_attention])
 @pytest.mark.parametrize("sizes", list(SIZES))
 @pytest.mark.parametrize("rule", RULES, ids=str)
