@@ -4,6 +4,7 @@ comparison before a kernel is timed, the report."""
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,11 @@ def one_key_short(batch: Batch) -> Call:
     return lambda: out
 
 
+def off_by(factor: float) -> Callable[[Batch], Call]:
+    """The reference's outputs, all too large."""
+    return lambda batch: lambda: factor * reference(batch)()
+
+
 def unable(batch: Batch) -> Call:
     raise NotImplementedError("takes no such heads\nand more lines")
 
@@ -147,6 +153,8 @@ def test_only_kernels_with_our_outputs_are_timed() -> None:
     work = make_work(("window", 9), "later prefill")
     others = [
         Peer("good", "torch", torch_sdpa),
+        Peer("rounded", "torch", off_by(1.0005)),
+        Peer("off", "torch", off_by(1.002)),
         Peer("short", "torch", one_key_short),
         Peer("unable", "torch", unable),
         Peer("failing", "torch", fails_when_called),
@@ -159,18 +167,20 @@ def test_only_kernels_with_our_outputs_are_timed() -> None:
 
     ours = Peer("ours", "torch", reference)
     figures = compare(work, ours, others, page_tokens=PAGE, dtype=torch.float32, device=CPU, seconds=seconds)
-    assert len(timed) == 2
+    assert len(timed) == 3
     assert [(figure.peer, figure.seconds) for figure in figures] == [
         ("ours", 1.0),
         ("good", 2.0),
+        ("rounded", 3.0),
+        ("off", None),
         ("short", None),
         ("unable", None),
         ("failing", None),
     ]
     problems = [figure.problem or "" for figure in figures]
-    assert problems[:2] == ["", ""]
-    assert problems[2].startswith("its outputs differ from ours's by ")
-    assert problems[3:] == ["NotImplementedError: takes no such heads", "RuntimeError: no message"]
+    assert problems[:4] == ["", "", "", "its outputs differ from ours's by 0.2%"]
+    assert problems[4].startswith("its outputs differ from ours's by ")
+    assert problems[5:] == ["NotImplementedError: takes no such heads", "RuntimeError: no message"]
     assert {(figure.num_bytes, figure.num_flops) for figure in figures} == {(needed_bytes(work), work.num_flops)}
 
 

@@ -35,6 +35,7 @@ BATCHES = {
     "one decode": [Ragged(2 * PAGE - 1)],
     "first chunks": [Ragged(0, 2), Ragged(0, PAGE), Ragged(0, 3 * PAGE + 1)],
     "later chunks": [Ragged(prior, 2 + 5 * (i % 4)) for i, prior in enumerate(EDGES)],
+    "two new tokens": [Ragged(40, 2)],
     "mixed": [Ragged(33), Ragged(0), Ragged(0, 17), Ragged(40, 3), Ragged(7, 1)],
     "resumed": [Ragged(30, 1, 27), Ragged(9, 1, 9), Ragged(25, 9, 25), Ragged(40, 20, 33), Ragged(40, 5, 38)],
 }
@@ -313,6 +314,23 @@ def never(*tensors: torch.Tensor, **arguments: Any) -> torch.Tensor:
 
 def no_operator(*tensors: torch.Tensor, **arguments: Any) -> torch.Tensor:
     raise NotImplementedError("No operator found")
+
+
+def test_an_operator_that_is_lacking_is_asked_for_once() -> None:
+    num_calls = 0
+
+    def operator(*tensors: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return no_operator()
+
+    backend = backend_with(operator)
+    for heads, num_widths in ((8, 1), (8, 1), (16, 2)):
+        spec = make_spec("window", 9, k_dim=heads, v_dim=heads)
+        case = make_case(spec, BATCHES["mixed"], num_heads=2, page_tokens=PAGE)
+        expected, _ = case.run(ReferenceBackend())
+        torch.testing.assert_close(case.run(backend)[0], expected, rtol=2e-5, atol=2e-5)
+        assert num_calls == num_widths
 
 
 @pytest.mark.parametrize(
