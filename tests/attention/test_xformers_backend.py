@@ -9,7 +9,6 @@ import math
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -417,11 +416,3 @@ def test_the_choice_of_xformers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     monkeypatch.setitem(sys.modules, "xformers.ops", None)  # as if it were not installed
     with pytest.raises(ConfigError, match=r"pip install 'lamella\[xformers\]'"):
         choose_backend("xformers", cuda)
-
-
-def test_host_arrays_of_the_plan_are_int64() -> None:
-    case = make_case(make_spec("chunk", 5), BATCHES["later chunks"], num_heads=1, page_tokens=PAGE)
-    packed = pack_keys(case.params.spec, case.metadata, range(len(case.requests)))
-    assert packed.page_ids.dtype == packed.offsets.dtype == torch.int64
-    assert int(packed.offsets.max()) < PAGE
-    assert np.isin(packed.page_ids.numpy(), case.metadata.block_tables_host).all()
