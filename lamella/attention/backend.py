@@ -161,7 +161,7 @@ def attend(
     return out
 
 
-BACKEND_NAMES = ("auto", "native", "triton", "torch", "reference")
+BACKEND_NAMES = ("auto", "native", "triton", "xformers", "torch", "reference")
 
 
 def choose_backend(
@@ -175,7 +175,8 @@ def choose_backend(
     """The backend called `name`, or for "auto" the fastest that runs on `device` and can keep KV of `specs` in `dtype`
     and pages of `page_tokens`; the log says which and why.
 
-    Raises ConfigError for a name that is not known, and for "native" and "triton" where they cannot be used.
+    Raises ConfigError for a name that is not known, and for "native", "triton" and "xformers" where these cannot be
+    used.
     """
     if name not in BACKEND_NAMES:
         raise ConfigError(f"attention_backend={name!r} is not known; choose one of {', '.join(BACKEND_NAMES)}")
@@ -186,6 +187,11 @@ def choose_backend(
         backend, reason = ReferenceBackend(), "asked for"
     elif name == "torch":
         backend, reason = _torch_backend(), "asked for"
+    elif name == "xformers":
+        problem = _xformers_problem(device) or _triton_problem(device, specs)
+        if problem is not None:
+            raise ConfigError(f"attention_backend='xformers' cannot be used: {problem}; 'auto' and 'torch' work")
+        backend, reason = _xformers_backend(), "asked for"
     elif name == "triton" or device.type != "cpu":
         if name == "native":
             raise ConfigError(f"attention_backend='native' runs on the CPU, not on {device}; choose 'torch' or 'auto'")
@@ -246,3 +252,20 @@ def _triton_backend() -> AttentionBackend:
     from lamella.attention.triton.backend import TritonBackend
 
     return TritonBackend()
+
+
+def _xformers_problem(device: torch.device) -> str | None:
+    """Why xformers cannot be used on `device`; None if it can. (Triton's kernels stand in where its masks end.)"""
+    if device.type != "cuda":
+        return f"its operators run on CUDA devices, not on {device}"
+    try:
+        import xformers.ops  # noqa: F401
+    except ImportError as error:
+        return f"xformers cannot be imported ({error}); install it with pip install 'lamella[xformers]'"
+    return None
+
+
+def _xformers_backend() -> AttentionBackend:
+    from lamella.attention.xformers_backend import XformersBackend
+
+    return XformersBackend()

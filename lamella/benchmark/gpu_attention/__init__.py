@@ -1,0 +1,1 @@
+"""Attention kernels on a GPU, ours and others', beside what the GPU can do."""
