@@ -135,8 +135,8 @@ def quantize_head_rows(rows: Tensor) -> HeadTensors:
     rows = rows.masked_fill(~is_finite[:, None], 0.0)
     part = quantize_int8(rows)
     largest_slopes, norm_slopes, level_slopes = _slopes(rows, part)
-    of_errors = [slopes.masked_fill(~is_finite, torch.inf) for slopes in (largest_slopes, norm_slopes)]
-    return HeadTensors(part.panels, part.scales, *of_errors, level_slopes)
+    largest_slopes, norm_slopes = (one.masked_fill(~is_finite, torch.inf) for one in (largest_slopes, norm_slopes))
+    return HeadTensors(part.panels, part.scales, largest_slopes, norm_slopes, level_slopes)
 
 
 def assemble_head(float_panels: Tensor, tensors: HeadTensors, num_out: int) -> Int8Head:
