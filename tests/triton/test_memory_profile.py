@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from lamella import Engine, SamplingParams
-from lamella.attention.backend import AttentionBackend
-from lamella.attention.torch_backend import TorchBackend
 from lamella.kv_cache.memory import MemoryProfile
 from lamella.kv_cache.sizing import decode_table_widths
 from lamella.model_executor.decode_graphs import batch_sizes
@@ -25,13 +23,23 @@ HIDDEN, INTERMEDIATE = 64, 96
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("tiny")
     save_tiny_gemma(path, num_hidden_layers=2, sliding_window_pattern=2, num_attention_heads=2, num_key_value_heads=1)
-    with Engine(
-        model=str(path), attention_backend="triton", dtype="float32", device="cpu", max_model_len=MAX_MODEL_LEN,
-        page_size=8, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=NUM_TOKENS, kv_cache_memory_bytes=2**21,
-    ) as engine:  # fmt: skip
+    return path
+
+
+def make_engine(folder: Path, attention_backend: str) -> Engine:
+    return Engine(
+        model=str(folder), attention_backend=attention_backend, dtype="float32", device="cpu",
+        max_model_len=MAX_MODEL_LEN, page_size=8, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=NUM_TOKENS,
+        kv_cache_memory_bytes=2**21,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    with make_engine(folder, "triton") as engine:
         yield engine
 
 
@@ -41,18 +49,17 @@ def profiled(
     num_tokens: int = NUM_TOKENS,
     *,
     with_graphs: bool,
-    backend: AttentionBackend | None = None,
     max_model_len: int = MAX_MODEL_LEN,
 ) -> MemoryProfile:
     loaded = engine._require_open()
-    backend = loaded.runner.backend if backend is None else backend
     widths = decode_table_widths(loaded.layout, max_model_len=max_model_len, interval_tokens=8)
     largest = LargestBatch(NUM_REQUESTS, num_tokens, widths)
     specs = [place.params.spec for place in loaded.runner.places]
     meter = CountingMeter(counter, total=TOTAL, foreign=FOREIGN)
     held = meter.held_bytes()
+    runner = loaded.runner
     profile = profile_memory(
-        loaded.runner.model, backend, loaded.layout, specs, meter, largest, with_graphs=with_graphs
+        runner.model, runner.backend, loaded.layout, specs, meter, largest, with_graphs=with_graphs
     )
     assert profile.weights_bytes == held, "the run leaves nothing behind"
     assert profile.foreign_bytes == FOREIGN
@@ -66,15 +73,15 @@ def test_no_step_takes_more_than_the_profile(engine: Engine) -> None:
     with StorageCounter() as counter:
         profile = profiled(engine, counter, with_graphs=False)
         assert profile.graph_bytes == 0
-        execute, peaks = loaded.runner.execute, []
+        launch, peaks = loaded.runner.launch, []
         meter = CountingMeter(counter, total=TOTAL, foreign=FOREIGN)
 
         def measured(plan):
             results = []
-            peaks.append(meter.peak_bytes(lambda: results.append(execute(plan))))
+            peaks.append(meter.peak_bytes(lambda: results.append(launch(plan))))
             return results[0]
 
-        loaded.runner.execute = measured
+        loaded.runner.launch = measured
         generator = np.random.default_rng(3)
         for index, length in enumerate((NUM_TOKENS, 9, 41)):
             params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=5, ignore_eos=True, seed=index)
@@ -82,7 +89,7 @@ def test_no_step_takes_more_than_the_profile(engine: Engine) -> None:
             engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
         while engine.has_unfinished_requests():
             engine.step()
-        loaded.runner.execute = execute
+        loaded.runner.launch = launch
     assert len(peaks) >= 6
     assert max(peaks) <= profile.step_bytes
     assert max(peaks) > 0.6 * profile.step_bytes
@@ -99,13 +106,11 @@ def test_the_largest_tensors_are_in_the_profile(engine: Engine) -> None:
     assert many > 3 * few
 
 
-def test_decodes_over_the_widest_tables_are_in_the_profile(engine: Engine) -> None:
+def test_decodes_over_the_widest_tables_are_in_the_profile(folder: Path) -> None:
     """The torch backend gathers what a decoding request sees: K of the whole context of each, 16 float32 a token."""
-    backend, max_model_len = TorchBackend(), 256
-    with StorageCounter() as counter:
-        profile = profiled(
-            engine, counter, NUM_REQUESTS, with_graphs=False, backend=backend, max_model_len=max_model_len
-        )
+    max_model_len = 256
+    with make_engine(folder, "torch") as engine, StorageCounter() as counter:
+        profile = profiled(engine, counter, NUM_REQUESTS, with_graphs=False, max_model_len=max_model_len)
     gathered = NUM_REQUESTS * max_model_len * 16 * 4
     assert gathered > 3 * NUM_REQUESTS * (2 * INTERMEDIATE + 2 * HIDDEN + VOCAB_SIZE) * 4, "activations do not hide it"
     assert gathered <= profile.step_bytes <= 4 * gathered
