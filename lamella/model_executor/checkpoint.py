@@ -57,7 +57,8 @@ class Checkpoint(Protocol):
     norm_offset: float  # what turns a stored norm weight into the multiplier that the model applies
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) along the first dimension, of a single number itself. May be a view of the file: do not write to it."""
+        """Elements [start, stop) along the first dimension; a single number itself. May be a view of the file: do not
+        write to it."""
         ...
 
 

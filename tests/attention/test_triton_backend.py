@@ -99,7 +99,14 @@ def test_every_pair_of_choices(row: dict[str, Any], record_property: Any) -> Non
 
 
 PRODUCT = [
-    {"softcap": None, "with_sinks": True, "scale": None, "num_null_columns": 1, "heads": (4, 2), "kv_scales": (0.5, 2.0)}
+    {
+        "softcap": None,
+        "with_sinks": True,
+        "scale": None,
+        "num_null_columns": 1,
+        "heads": (4, 2),
+        "kv_scales": (0.5, 2.0),
+    }
     | dict(zip(("rule", "head_dims", "batch", "page_tokens", "dtypes"), choices, strict=True))
     for choices in itertools.product(
         *(FACTORS[name] for name in ("rule", "head_dims", "batch", "page_tokens", "dtypes"))
@@ -178,9 +185,7 @@ def test_a_decoded_request_does_not_depend_on_the_batch() -> None:
         again, _ = run_on_device(case, small_backend(target_programs=target_programs))
         assert torch.equal(again, everyone)
     for requests in ([1], [2, 1], [1, 1, 0, 2]):
-        moved = dataclasses.replace(
-            case, metadata=decodes_alone(case.metadata, requests), query=case.query[requests]
-        )
+        moved = dataclasses.replace(case, metadata=decodes_alone(case.metadata, requests), query=case.query[requests])
         backend = small_backend(target_programs=5)
         cache_case = on_device(moved)
         out = torch.empty_like(cache_case.query)

@@ -190,13 +190,19 @@ FAULTS = {
     "long contexts have no longer segments": Fault(
         "decode", "while segment * MAX_SEGMENTS < span:", "while segment * MAX_SEGMENTS < 0:", bounded_decodes
     ),
-    "half a segment is one": Fault("decode", "segment_tiles = segment // BLOCK_N", "segment_tiles = SEGMENT // BLOCK_N", bounded_decodes),
+    "half a segment is one": Fault(
+        "decode", "segment_tiles = segment // BLOCK_N", "segment_tiles = SEGMENT // BLOCK_N", bounded_decodes
+    ),
     "scale of K left out": Fault("decode", "params.scale * params.k_scale", "params.scale", narrow_decodes),
-    "scale of V left out": Fault("decode", "tl.where(total == 0.0, 1.0, total) * v_scale", "tl.where(total == 0.0, 1.0, total)", narrow_decodes),
+    "scale of V left out": Fault(
+        "decode", "tl.where(total == 0.0, 1.0, total) * v_scale", "tl.where(total == 0.0, 1.0, total)", narrow_decodes
+    ),
     "e4m3 with e5m2's exponents": Fault("device_functions", "half = half * 256.0", "half = half", narrow_decodes),
     "the largest number is NaN": Fault("device_functions", "magnitude == 0x7F", "magnitude >= 0x7E", narrow_decodes),
     "halves are rounded up": Fault("device_functions", "+ ((magnitude >> dropped) & 1)", "+ 1", narrow_decodes),
-    "too much becomes NaN": Fault("device_functions", "largest: tl.constexpr = 0x7E if", "largest: tl.constexpr = 0x7F if", narrow_decodes),
+    "too much becomes NaN": Fault(
+        "device_functions", "largest: tl.constexpr = 0x7E if", "largest: tl.constexpr = 0x7F if", narrow_decodes
+    ),
     "merge without the segments' own weights": Fault(
         "decode", "tl.sum(weights[:, None] * segment_sums, 0)", "tl.sum(segment_sums, 0)", long_decodes
     ),

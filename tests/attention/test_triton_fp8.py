@@ -61,7 +61,10 @@ def test_every_float_is_stored_as_the_nearest_number(backend: AttentionBackend, 
     page = int(case.metadata.block_tables[0, 0])
     for pages, written in ((cache.keys, floats), (cache.values, -floats)):
         codes = pages[page].contiguous().cpu().view(torch.uint8).flatten().numpy()
-        np.testing.assert_array_equal(codes, nearest_codes(written, dtype))
+        expected = nearest_codes(written, dtype)
+        is_nan = np.isnan(written)
+        np.testing.assert_array_equal(codes[~is_nan], expected[~is_nan])
+        np.testing.assert_array_equal(codes[is_nan] & 0x7F, 0x7F)  # of either sign
 
 
 @pytest.mark.parametrize("num_new", [1, 2], ids=["decode", "prefill"])
@@ -85,18 +88,18 @@ def test_every_code_is_read_as_its_number(
     cache = case.cache(ReferenceBackend(), case.arena)
     last = case.requests[0].seq_len - 1
     page = int(case.metadata.block_tables[0, last // 4 - case.metadata.first_blocks[0]])
-    cache.values.view(torch.uint8)[page, last % 4, 0] = torch.arange(256, dtype=torch.uint8)
+    values = torch.from_numpy(values_of_codes(dtype))
+    codes = torch.arange(256, dtype=torch.uint8).where(values.isfinite(), 0)
+    cache.values.view(torch.uint8)[page, last % 4, 0] = codes
     out, _ = run(case, backend)
-    expected = torch.from_numpy(values_of_codes(dtype) / 4).to(query_dtype)
-    torch.testing.assert_close(out[-1, 0], expected, rtol=0, atol=0, equal_nan=True)
+    expected = (values.where(values.isfinite(), 0) / 4).to(query_dtype)
+    torch.testing.assert_close(out[-1, 0], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kv_scales", [(37.5, 0.0123), (0.0031, 250.0)], ids=str)
 @both_formats
 @every_backend
-def test_scales_far_from_one(
-    backend: AttentionBackend, dtype: torch.dtype, kv_scales: tuple[float, float]
-) -> None:
+def test_scales_far_from_one(backend: AttentionBackend, dtype: torch.dtype, kv_scales: tuple[float, float]) -> None:
     """K and V that their scales bring into range, one key and one value beyond it; against a softmax over what the
     format can hold."""
     k_scale, v_scale = kv_scales
@@ -194,5 +197,5 @@ def test_who_keeps_eight_bits(dtype: torch.dtype) -> None:
     cpu = torch.device("cpu")
     assert choose_backend("auto", cpu, specs=[spec], dtype=dtype).name == "torch"
     assert choose_backend("auto", torch.device("cuda"), specs=[spec], dtype=dtype).name == "triton"
-    with pytest.raises(ConfigError, match="'native' cannot be used: .*; 'torch' and 'auto' work"):
+    with pytest.raises(ConfigError, match=r"'native' cannot be used: .*; 'torch' and 'auto' work"):
         choose_backend("native", cpu, specs=[spec], dtype=dtype)

@@ -22,7 +22,7 @@ RULES = [("full", 0), ("window", 47), ("window", 48), ("window", 96), ("window",
 
 
 class LargestMade(TorchDispatchMode):
-    """How many bytes the largest tensor has that is made meanwhile."""
+    """How many bytes the largest uninitialised tensor has that is made meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class LargestMade(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not func.is_view:  # type: ignore[attr-defined]
+        if func is torch.ops.aten.empty.memory_format:
             self.num_bytes = max(self.num_bytes, result.nbytes)
         return result
 

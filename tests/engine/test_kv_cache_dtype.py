@@ -84,7 +84,7 @@ def test_a_scale_that_is_none_is_refused(folder: Path, tmp_path: Path, scale: li
 
 
 def test_native_kernels_do_not_take_it(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="'native' cannot be used: .*; 'torch' and 'auto' work"):
+    with pytest.raises(ConfigError, match=r"'native' cannot be used: .*; 'torch' and 'auto' work"):
         load(folder, "fp8", attention_backend="native")
 
 

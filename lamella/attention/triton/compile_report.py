@@ -255,8 +255,11 @@ def problem(kernel: Kernel, named: NamedShape, target: str, measured: Measured) 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile the attention kernels and report what they need of a GPU.")
     parser.add_argument("--targets", nargs="+", choices=sorted(SHARED_LIMITS), default=sorted(SHARED_LIMITS))
-    parser.add_argument("--shapes", nargs="+", default=[""], help="only shapes whose name contains one of these")
+    parser.add_argument(
+        "--shapes", nargs="+", default=[""], help="only shapes of these names, or with these in their names"
+    )
     parser.add_argument("--kernels", nargs="+", default=None, help="only these kernels, such as decode and prefill")
+    parser.add_argument("--by-shape", action="store_true", help="print a table with a column per target at the end")
     options = parser.parse_args(arguments)
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: kernels are interpreted and cannot be compiled; unset it")
@@ -264,11 +267,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| target | kernel | shape | registers | spilled | shared memory, bytes | matrix instructions |")
     print("|---|---|---|---|---|---|---|")
     problems = []
+    cells: dict[tuple[str, str], dict[str, str]] = {}  # kernel and shape -> target -> what the table has
+    names = {named.name for named in SHAPES}
     # What does not depend on the shape is compiled once.
     seen = set()
     for target in options.targets:
         for named in SHAPES:
-            if not any(part in named.name for part in options.shapes):
+            if not any(part == named.name or (part in named.name and part not in names) for part in options.shapes):
                 continue
             for kernel in kernels(named, target):
                 key = (target, kernel.name, tuple(kernel.constants.items()), named.shape.dtype)
@@ -276,6 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
                 seen.add(key)
                 measured = compile_kernel(kernel, named, target)
+                cells.setdefault((kernel.name, named.name), {})[target] = (
+                    f"{measured.registers} / {measured.spilled} / {measured.shared_bytes / 1024:.0f}"
+                )
                 wrong = problem(kernel, named, target, measured)
                 if wrong is not None:
                     problems.append(f"{target} {kernel.name}, {named.name}: {wrong}")
@@ -284,6 +292,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{measured.shared_bytes} | {', '.join(measured.matrix_instructions) or '-'} |",
                     flush=True,
                 )
+    if options.by_shape:
+        print("\nregisters / spilled / shared memory in KiB\n")
+        print("| kernel | shape | " + " | ".join(options.targets) + " |")
+        print("|---|---|" + "---|" * len(options.targets))
+        for (kernel_name, shape_name), by_target in sorted(cells.items(), key=lambda item: item[0][0]):
+            columns = " | ".join(by_target.get(target, "") for target in options.targets)
+            print(f"| {kernel_name} | {shape_name} | {columns} |")
     print(f"\n{len(seen)} compilations with Triton {triton.__version__}")
     for line in problems:
         print(f"not as it must be: {line}")

@@ -37,9 +37,7 @@ BATCH_DEPENDENT_POINTERS = ("query", "out", "block_tables", "seq_lens", "first_b
 
 
 @triton.jit
-def visible_segments(
-    seq_len, first_key, reach, RULE: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr
-):
+def visible_segments(seq_len, first_key, reach, RULE: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr):
     """(first key that the last token sees, tokens per segment, the key's segment, how many from there on hold keys).
 
     `segment_length` is the host's copy of the rule.
@@ -293,9 +291,7 @@ def decode(
     )
 
 
-def count_scratch_segments(
-    max_tokens: int, reach_tokens: int | None, *, segment_tokens: int, max_segments: int
-) -> int:
+def count_scratch_segments(max_tokens: int, reach_tokens: int | None, *, segment_tokens: int, max_segments: int) -> int:
     """Most segments that any request has whose block table covers `max_tokens`."""
     if reach_tokens is not None:
         max_tokens = min(max_tokens, reach_tokens)
@@ -325,9 +321,7 @@ def decode_constants(
     }
 
 
-def merge_constants(
-    shape: LayerShape, *, segment_tokens: int, max_segments: int, has_sinks: bool
-) -> dict[str, int]:
+def merge_constants(shape: LayerShape, *, segment_tokens: int, max_segments: int, has_sinks: bool) -> dict[str, int]:
     """Compile-time constants of `merge_kernel`."""
     return {
         "RULE": shape.rule,

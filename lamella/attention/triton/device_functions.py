@@ -63,7 +63,8 @@ def load_rows(pointers, present, DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
 
 @triton.jit
 def widened(stored, dtype: tl.constexpr, FP8_MANTISSA: tl.constexpr):
-    """K or V as loaded, in `dtype`. Both fp8 formats fit float16, and all but its exponents is where float16 has it."""
+    """K or V as loaded, in `dtype`. Float16 holds both kinds of fp8: e5m2 is its upper half, e4m3 counts exponents from
+    elsewhere."""
     if FP8_MANTISSA == 0:
         result = stored.to(dtype)
     else:
@@ -74,7 +75,7 @@ def widened(stored, dtype: tl.constexpr, FP8_MANTISSA: tl.constexpr):
             magnitude = bits & 0x7F
             magnitude = tl.where(magnitude == 0x7F, 0x7E00, magnitude << 7)  # the only NaN of e4m3 is float16's
             half = (magnitude | ((bits & 0x80) << 8)).to(tl.uint16).to(tl.float16, bitcast=True)
-            half = half * 256.0  # exponents count from 2^-7 in e4m3, from 2^-15 in float16
+            half = half * 256.0  # from 2^-7 instead of 2^-15
         result = half.to(dtype)
     return result
 
@@ -89,7 +90,7 @@ def stored(x, dtype: tl.constexpr, FP8_MANTISSA: tl.constexpr):
         dropped: tl.constexpr = 23 - FP8_MANTISSA
         bias: tl.constexpr = (1 << (6 - FP8_MANTISSA)) - 1
         largest: tl.constexpr = 0x7E if FP8_MANTISSA == 3 else 0x7B
-        # Has one bit per step of the format's subnormals as its last: adding it rounds to whole steps.
+        # Its last bit is one step of the format's subnormals: added to these, it rounds them to whole steps.
         adder: tl.constexpr = 16384.0 if FP8_MANTISSA == 3 else 128.0
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
