@@ -25,11 +25,6 @@ from lamella.attention.triton.roofline import Workload
 from tests.helpers.triton_cases import make_spec
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-# Each shape for two of the four targets, each kernel for all.
-SHAPES_FOR = {
-    target: [named.name for i, named in enumerate(SHAPES) if (i - number) % 4 < 2]
-    for number, target in enumerate(TARGETS)
-}
 
 
 def report(cache: Path, *arguments: str) -> tuple[int, list[list[str]], str]:
@@ -56,21 +51,17 @@ def check(rows: list[list[str]]) -> None:
             assert int(spilled) <= SPILL_LIMITS[256]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_kernels_compile(target: str, tmp_path: Path, record_property: Any) -> None:
-    names = SHAPES_FOR[target]
-    code, rows, printed = report(tmp_path, "--targets", target, "--shapes", *names)
+def test_kernels_compile(tmp_path: Path, record_property: Any) -> None:
+    """Decode and prefill of each shape for one target, the other kernels of half of the shapes for each."""
+    code, rows, printed = report(tmp_path, "--targets", *TARGETS, "--sample")
     assert code == 0, printed
+    assert len(rows) >= 100
     for kernel in ("decode", "prefill"):
-        assert [row[2] for row in rows if row[1] == kernel] == names
-    assert {row[1] for row in rows} == {kernel.name for kernel in kernels(SHAPES[0], target)}
+        assert sorted(row[2] for row in rows if row[1] == kernel) == sorted(named.name for named in SHAPES)
+    for target in TARGETS:
+        assert {row[1] for row in rows if row[0] == target} == {kernel.name for kernel in kernels(SHAPES[0], target)}
     check(rows)
     record_property("kernel_cases", len(rows))
-
-
-def test_every_shape_is_compiled_twice_at_least() -> None:
-    for named in SHAPES:
-        assert sum(named.name in names for names in SHAPES_FOR.values()) == 2
 
 
 @pytest.mark.slow
