@@ -90,16 +90,18 @@ def profile_memory(
     meter: MemoryMeter,
     largest: LargestBatch,
     *,
+    kv_dtype: torch.dtype,
     with_graphs: bool,
 ) -> MemoryProfile:
-    """Run the largest steps that there can be, over null pages, and note what they take. Afterwards all that is free
-    again but what libraries keep.
+    """Run the largest steps that there can be, over null pages of `kv_dtype`, and note what they take. Afterwards all
+    that is free again but what libraries keep.
 
     The largest steps: all tokens as prompts of as many requests as run at once, each of which samples; and a token of
     each of those requests, over the widest block tables.
     """
     device = model.norm.weight.device
-    runner = ModelRunner(model, backend, layout, attention_specs, allocate_arena(layout, 1, device), prunes=False)
+    arena = allocate_arena(layout, 1, device)
+    runner = ModelRunner(model, backend, layout, attention_specs, arena, kv_dtype=kv_dtype, prunes=False)
     plans = prompts_plan(layout, largest), decodes_plan(layout, largest)
     try:
         for plan in plans:  # kernels are compiled, and libraries take their workspaces
@@ -112,7 +114,7 @@ def profile_memory(
             f"finds no room beside weights of {meter.held_bytes() / 2**30:.2f} GiB, {meter.free_bytes() / 2**30:.2f} "
             "GiB are free; lower them, or free memory that others hold"
         ) from error
-    del runner
+    del runner, arena
     held_bytes, total_bytes = meter.held_bytes(), meter.total_bytes()
     return MemoryProfile(
         total_bytes=total_bytes,

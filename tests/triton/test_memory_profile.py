@@ -59,7 +59,14 @@ def profiled(
     held = meter.held_bytes()
     runner = loaded.runner
     profile = profile_memory(
-        runner.model, runner.backend, loaded.layout, specs, meter, largest, with_graphs=with_graphs
+        runner.model,
+        runner.backend,
+        loaded.layout,
+        specs,
+        meter,
+        largest,
+        kv_dtype=runner.model.dtype,
+        with_graphs=with_graphs,
     )
     assert profile.weights_bytes == held, "the run leaves nothing behind"
     assert profile.foreign_bytes == FOREIGN
