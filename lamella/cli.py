@@ -25,7 +25,7 @@ engine_options = FieldOptions(EngineConfig)
 sampling_options = FieldOptions(SamplingParams, renamed={"seed": "sampling_seed"}, omitted=["output_kind"])
 dataset_options = FieldOptions(DatasetOptions)
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 SIZE = Number(int, words=(), optional=False, as_bytes=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +23,10 @@ class AttentionParams:
 
     scale multiplies q.k; softcap c (or None) turns a score s into c * tanh(s / c); sinks, float32
     [num_heads] or None, are per-head logits that join the softmax's denominator only (GPT-OSS).
+    k_scale, v_scale: pages hold K / k_scale and V / v_scale, so that they lie well in the range of 8 bits. 1 for KV in
+    the model's own dtype: the native backend knows no other.
+
+    Raises ConfigError for a k_scale or v_scale that is not positive and finite.
     """
 
     spec: KVCacheSpec
@@ -29,6 +34,14 @@ class AttentionParams:
     scale: float
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("k_scale", "v_scale"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name}={value!r}: K and V are divided by it; it must be positive and finite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +61,8 @@ class AttentionBackend(Protocol):
     """Writes new K/V into pages and attends over them. Stateless between calls.
 
     All backends support GQA, K dim != V dim, soft-cap, sinks, any scale, sliding and chunked-local
-    windows, and fp32 / fp16 / bf16 KV. Garbage or NaN in masked, unwritten or null positions never
-    reaches an output.
+    windows, and fp32 / fp16 / bf16 KV; all but native keep fp8, too. Garbage or NaN in masked, unwritten or null
+    positions never reaches an output.
     """
 
     name: str
@@ -69,7 +82,8 @@ class AttentionBackend(Protocol):
         ...
 
     def write_kv(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> None:
-        """Store key [T, num_kv_heads, k_dim] and value [T, num_kv_heads, v_dim] at metadata.slot_mapping."""
+        """Store key [T, num_kv_heads, k_dim] and value [T, num_kv_heads, v_dim], which have been divided by
+        AttentionParams' scales, at metadata.slot_mapping, as `to_kv_dtype` would convert them."""
         ...
 
     def decode(
@@ -140,6 +154,11 @@ def attend(
     if (key is None) != (value is None):
         raise InvariantError("attention got only one of K and V; pass both, or neither for a layer that shares KV")
     if key is not None and value is not None:
+        # In float32: rounding the quotient to 16 bits first would round twice.
+        if params.k_scale != 1.0:
+            key = key.float() / params.k_scale
+        if params.v_scale != 1.0:
+            value = value.float() / params.v_scale
         backend.write_kv(cache, key, value, metadata)
     if queries is not None:
         metadata = queries

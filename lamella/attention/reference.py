@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lamella.attention.backend import AttentionParams, LayerCache, token_major_cache
+from lamella.attention.kv_dtype import to_kv_dtype
 from lamella.attention.metadata import AttentionMetadata
 from lamella.errors import ConfigError, InvariantError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
@@ -58,8 +59,8 @@ class ReferenceBackend:
         for token, slot in enumerate(metadata.slot_mapping.tolist()):
             if slot >= 0:
                 page_id, offset = divmod(slot, metadata.page_tokens)
-                cache.keys[page_id, offset] = key[token].to(cache.keys.dtype)
-                cache.values[page_id, offset] = value[token].to(cache.values.dtype)
+                cache.keys[page_id, offset] = to_kv_dtype(key[token], cache.keys.dtype)
+                cache.values[page_id, offset] = to_kv_dtype(value[token], cache.values.dtype)
 
     def decode(
         self,
@@ -124,7 +125,7 @@ def _attend_one(params: AttentionParams, query: torch.Tensor, keys: torch.Tensor
     """query [num_heads, k_dim] over all of keys [n, num_kv_heads, k_dim] -> float64 [num_heads, v_dim]."""
     num_kv_heads = keys.shape[1]
     grouped = query.double().view(num_kv_heads, -1, query.shape[-1])  # [num_kv_heads, heads per kv head, k_dim]
-    scores = torch.einsum("hgd,nhd->hgn", grouped, keys.double()) * params.scale
+    scores = torch.einsum("hgd,nhd->hgn", grouped, keys.double() * params.k_scale) * params.scale
     if params.softcap is not None:
         scores = params.softcap * torch.tanh(scores / params.softcap)
     largest = scores.amax(-1, keepdim=True)
@@ -136,4 +137,4 @@ def _attend_one(params: AttentionParams, query: torch.Tensor, keys: torch.Tensor
     denominator = weights.sum(-1, keepdim=True)
     if sinks is not None:
         denominator = denominator + torch.exp(sinks - largest)
-    return torch.einsum("hgn,nhd->hgd", weights / denominator, values.double()).flatten(0, 1)
+    return torch.einsum("hgn,nhd->hgd", weights / denominator, values.double() * params.v_scale).flatten(0, 1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from lamella.attention.backend import AttentionParams, LayerCache, token_major_cache
+from lamella.attention.kv_dtype import to_kv_dtype
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.torch_decode import decode
 from lamella.attention.torch_prefill import prefill
@@ -41,8 +44,8 @@ class TorchBackend:
             key = key[tokens]
             value = value[tokens]
         # The views overlap themselves where a page spans several ids; the ids in use never do.
-        cache.keys.index_put_((page_ids, offsets), key.to(cache.keys.dtype))
-        cache.values.index_put_((page_ids, offsets), value.to(cache.values.dtype))
+        cache.keys.index_put_((page_ids, offsets), to_kv_dtype(key, cache.keys.dtype))
+        cache.values.index_put_((page_ids, offsets), to_kv_dtype(value, cache.values.dtype))
 
     def decode(
         self,
@@ -52,7 +55,8 @@ class TorchBackend:
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        decode(params, cache, query, metadata, out)
+        decode(_k_scale_folded(params), cache, query, metadata, out)
+        _multiply_by_v_scale(out, params)
 
     def prefill(
         self,
@@ -62,7 +66,20 @@ class TorchBackend:
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        prefill(params, cache, query, metadata, out)
+        prefill(_k_scale_folded(params), cache, query, metadata, out)
+        _multiply_by_v_scale(out, params)
+
+
+def _k_scale_folded(params: AttentionParams) -> AttentionParams:
+    """What gives the same scores if K is taken as it is stored."""
+    if params.k_scale == 1.0:
+        return params
+    return dataclasses.replace(params, scale=params.scale * params.k_scale, k_scale=1.0)
+
+
+def _multiply_by_v_scale(out: torch.Tensor, params: AttentionParams) -> None:
+    if params.v_scale != 1.0:
+        out.mul_(params.v_scale)
 
 
 def _write_targets(metadata: AttentionMetadata) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lamella.attention.backend import BACKEND_NAMES
+from lamella.attention.kv_dtype import KV_CACHE_DTYPES
 from lamella.engine.waiting_queue import SCHEDULING_POLICIES
 from lamella.errors import ConfigError
 from lamella.kv_cache.retention import RetentionPolicy
@@ -32,6 +33,9 @@ class EngineConfig:
     max_num_seqs: most requests that run at once. max_num_batched_tokens: most tokens in one step.
     page_size: tokens per KV page. swa_eviction_interval: tokens that must have left a window before
     decode frees them; None: one page.
+    kv_cache_dtype: what K and V are stored in: "auto" (as they are computed), "fp8" or "fp8_e4m3" (8 bits with 3 of
+    mantissa, half the memory of 16 bits), "fp8_e5m2" (more range, less precision); divided by the checkpoint's scales,
+    where it has some. Not on the native CPU path; a CPU takes attention_backend "torch".
     kv_cache_memory_bytes: size of the KV arena; None: kv_cache_memory_fraction of the memory available
     once the weights are loaded.
     scheduling_policy: "fcfs" (first come, first served) or "prefix" (longest cached prefix first, nobody waits
@@ -70,6 +74,7 @@ class EngineConfig:
     windowed_replay: bool = True
     kv_split: str = "elastic"
     swa_full_tokens_ratio: float | None = None
+    kv_cache_dtype: str = "auto"
     kv_cache_memory_bytes: int | None = None
     kv_cache_memory_fraction: float = 0.4
     attention_backend: str = "auto"
@@ -83,6 +88,7 @@ class EngineConfig:
         self._require_one_of("dtype", DTYPES)
         self._require_one_of("quantization", QUANTIZATIONS)
         self._require_one_of("attention_backend", BACKEND_NAMES)
+        self._require_one_of("kv_cache_dtype", tuple(KV_CACHE_DTYPES))
         self._require_one_of("kv_split", KV_SPLITS)
         self._require_one_of("scheduling_policy", SCHEDULING_POLICIES)
         RetentionPolicy(self.retention, self.retention_grid_tokens)  # raises what is wrong with them

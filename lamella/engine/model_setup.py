@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from lamella.attention.backend import choose_backend
+from lamella.attention.kv_dtype import KV_CACHE_DTYPES
 from lamella.engine.config import EngineConfig
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduler import Scheduler
@@ -20,6 +21,7 @@ from lamella.kv_cache.memory import allocate_arena, available_memory_bytes
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import PoolSize, size_pool
 from lamella.kv_cache.split import split_pools
+from lamella.model_executor.kv_scales import load_kv_scales
 from lamella.model_executor.loading import (
     load_config,
     load_sampling_defaults,
@@ -63,9 +65,12 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     default_params = SamplingParams(**load_sampling_defaults(source))  # type: ignore[arg-type]
     max_model_len = _check_max_model_len(config, model_config)
     dtype = _choose_dtype(config.dtype, model_config, device)
-    attention_specs = layer_specs(model_config, itemsize_bytes=dtype.itemsize)
+    kv_dtype = KV_CACHE_DTYPES[config.kv_cache_dtype]
+    kv_scales = None if kv_dtype is None else load_kv_scales(source, num_layers=model_config.num_layers)
+    kv_dtype = kv_dtype or dtype
+    attention_specs = layer_specs(model_config, itemsize_bytes=kv_dtype.itemsize)
     backend = choose_backend(
-        config.attention_backend, device, specs=attention_specs, dtype=dtype, page_tokens=config.page_size
+        config.attention_backend, device, specs=attention_specs, dtype=kv_dtype, page_tokens=config.page_size
     )
     operators = choose_operators(config.quantization, backend.name, source, model_config)
     model = Gemma3ForCausalLM(model_config, dtype, operators)
@@ -105,7 +110,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         scheduling_policy=config.scheduling_policy,
     )
     arena = allocate_arena(layout, size.num_slabs, device, step_pages_bytes=size.step_pages_bytes)
-    runner = ModelRunner(model, backend, layout, attention_specs, arena)
+    runner = ModelRunner(model, backend, layout, attention_specs, arena, kv_dtype=kv_dtype, kv_scales=kv_scales)
     return LoadedEngine(tokenizer, model_config, default_params, layout, size, manager, scheduler, runner)
 
 

@@ -57,7 +57,8 @@ class Checkpoint(Protocol):
     norm_offset: float  # what turns a stored norm weight into the multiplier that the model applies
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) along the first dimension. May be a view of the file: do not write to it."""
+        """Elements [start, stop) along the first dimension; a single number itself. May be a view of the file: do not
+        write to it."""
         ...
 
 
@@ -94,7 +95,7 @@ class SafetensorsCheckpoint:
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         tensor = self.tensors[name]
         file = self._files[self._places[name]]
-        if (start, stop) == (0, tensor.shape[0]):
+        if not tensor.shape or (start, stop) == (0, tensor.shape[0]):
             return file.get_tensor(tensor.stored_name)
         return file.get_slice(tensor.stored_name)[start:stop]
 

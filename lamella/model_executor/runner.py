@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -10,6 +13,7 @@ from lamella.attention.metadata import AttentionMetadata
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.head_sampling import sample_from_head
+from lamella.model_executor.kv_scales import KVScales
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
 from lamella.model_executor.receptive_field import ReceptiveField
 from lamella.model_executor.sampler import Sampler
@@ -23,6 +27,7 @@ class ModelRunner:
     attention_specs: what each layer sees; `layout` says where its KV lies. The model gives K and V for every layer
     that keeps KV and None for those that read another's.
 
+    kv_dtype: what K and V are stored in; None: the model's dtype. kv_scales: one per layer; None: all 1.
     prunes: layers compute only the tokens that something depends on (`ReceptiveField`), and the model goes by
     `StepAttention.output_rows`. False: they compute all.
     """
@@ -35,6 +40,8 @@ class ModelRunner:
         attention_specs: list[KVCacheSpec],
         arena: torch.Tensor,
         *,
+        kv_dtype: torch.dtype | None = None,
+        kv_scales: Sequence[KVScales] | None = None,
         prunes: bool = True,
     ) -> None:
         self.model = model
@@ -52,11 +59,15 @@ class ModelRunner:
             cache = backend.layer_cache(
                 arena,
                 spec=spec,
-                dtype=model.dtype,
+                dtype=kv_dtype or model.dtype,
                 page_tokens=layout.page_tokens,
                 unit_bytes=layout.unit_bytes,
                 offset_bytes=offset_bytes,
             )
+            if kv_scales is not None:
+                # A layer without K and V of its own reads what their owner has scaled.
+                scales = kv_scales[layout.owners[layer]]
+                params = dataclasses.replace(params, k_scale=scales.k_scale, v_scale=scales.v_scale)
             self.places.append(LayerPlace(group, params, cache))
 
     @torch.inference_mode()

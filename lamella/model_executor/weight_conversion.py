@@ -18,6 +18,7 @@ import torch
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.checkpoint import Checkpoint
+from lamella.model_executor.kv_scales import is_kv_scale
 from lamella.model_executor.model_config import ModelConfig
 
 _PIECE_ELEMENTS = 1 << 20  # 4 MiB as float32: stays in the cache between reading and writing
@@ -92,7 +93,7 @@ def plan_parameters(
     problems += [
         f"{stored.stored_name} has no place in the model"
         for name, stored in checkpoint.tensors.items()
-        if name not in used
+        if name not in used and not is_kv_scale(name)
     ]
     if problems:
         told = "; ".join(problems[:_MAX_PROBLEMS_TOLD])

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from lamella.attention.backend import attend
+from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.triton.backend import TritonBackend
 from lamella.attention.triton.prefill import prefill
 from lamella.errors import InvariantError
-from tests.helpers.attention_cases import Ragged, make_case
+from tests.helpers.attention_cases import Ragged, make_case, make_metadata
 from tests.helpers.pairwise import pairwise
 from tests.helpers.triton_cases import (
     SEGMENT_TOKENS,
@@ -44,7 +45,17 @@ FACTORS: dict[str, list[Any]] = {
     "batch": list(BATCHES),
     "heads": [(1, 1), (4, 1), (6, 2), (3, 3), (20, 1)],
     "page_tokens": [1, 16, 32, 64, 128, 3],
-    "dtype": [torch.float32, torch.float16, torch.bfloat16],
+    # Of K and V, and of queries.
+    "dtypes": [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.float16),
+        (torch.float8_e4m3fn, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.float32),
+        (torch.float8_e5m2, torch.float16),
+    ],
+    "kv_scales": [(1.0, 1.0), (0.25, 16.0)],
     "softcap": [None, 0.7, 30.0],
     "with_sinks": [False, True],
     "scale": [None, 0.3],
@@ -52,14 +63,19 @@ FACTORS: dict[str, list[Any]] = {
 }
 
 
-def check(row: dict[str, Any], **overrides: Any) -> None:
+def check(row: dict[str, Any]) -> None:
     num_heads, num_kv_heads = row["heads"]
     k_dim, v_dim = row["head_dims"]
-    dtype = row["dtype"]
+    dtype, query_dtype = row["dtypes"]
     spec = make_spec(*row["rule"], num_kv_heads=num_kv_heads, k_dim=k_dim, v_dim=v_dim, itemsize_bytes=dtype.itemsize)
-    names = ("page_tokens", "dtype", "softcap", "with_sinks", "scale", "num_null_columns")
+    names = ("page_tokens", "kv_scales", "softcap", "with_sinks", "scale", "num_null_columns")
     case = make_case(
-        spec, BATCHES[row["batch"]], num_heads=num_heads, **{name: row[name] for name in names}, **overrides
+        spec,
+        BATCHES[row["batch"]],
+        num_heads=num_heads,
+        dtype=dtype,
+        query_dtype=query_dtype,
+        **{name: row[name] for name in names},
     )
     assert_like_reference(case)
 
@@ -83,16 +99,23 @@ def test_every_pair_of_choices(row: dict[str, Any], record_property: Any) -> Non
 
 
 PRODUCT = [
-    {"softcap": None, "with_sinks": True, "scale": None, "num_null_columns": 1, "heads": (4, 2)}
-    | dict(zip(("rule", "head_dims", "batch", "page_tokens", "dtype"), choices, strict=True))
+    {
+        "softcap": None,
+        "with_sinks": True,
+        "scale": None,
+        "num_null_columns": 1,
+        "heads": (4, 2),
+        "kv_scales": (0.5, 2.0),
+    }
+    | dict(zip(("rule", "head_dims", "batch", "page_tokens", "dtypes"), choices, strict=True))
     for choices in itertools.product(
-        *(FACTORS[name] for name in ("rule", "head_dims", "batch", "page_tokens", "dtype"))
+        *(FACTORS[name] for name in ("rule", "head_dims", "batch", "page_tokens", "dtypes"))
     )
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", PRODUCT[::7], ids=label)  # a seventh: 7 divides no factor, so every triple occurs
+@pytest.mark.parametrize("row", PRODUCT[::11], ids=label)  # an eleventh: 11 divides no factor, so every triple occurs
 def test_many_combinations(row: dict[str, Any], record_property: Any) -> None:
     check(row)
     count(record_property, row["batch"])
@@ -132,6 +155,24 @@ def test_a_wider_query_is_not_rounded(dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
+def decodes_alone(metadata: AttentionMetadata, rows: list[int]) -> AttentionMetadata:
+    """The decode requests `rows` as a batch of their own, in that order; one may be there twice."""
+
+    def host(name: str) -> np.ndarray:
+        return getattr(metadata, f"{name}_host")[rows]
+
+    return make_metadata(
+        page_tokens=metadata.page_tokens,
+        num_decodes=len(rows),
+        query_start=np.arange(len(rows) + 1),
+        seq_lens=host("seq_lens"),
+        first_blocks=host("first_blocks"),
+        first_keys=host("first_keys"),
+        block_tables=host("block_tables"),
+        slot_mapping=metadata.slot_mapping[rows].numpy(),
+    )
+
+
 def test_a_decoded_request_does_not_depend_on_the_batch() -> None:
     """Bit for bit: alone or not, in any row, however the segments are dealt to programs."""
     spec = make_spec("full", num_kv_heads=1, itemsize_bytes=2)
@@ -144,9 +185,7 @@ def test_a_decoded_request_does_not_depend_on_the_batch() -> None:
         again, _ = run_on_device(case, small_backend(target_programs=target_programs))
         assert torch.equal(again, everyone)
     for requests in ([1], [2, 1], [1, 1, 0, 2]):
-        moved = dataclasses.replace(
-            case, metadata=case.metadata.last_tokens(np.array(requests)), query=case.query[requests]
-        )
+        moved = dataclasses.replace(case, metadata=decodes_alone(case.metadata, requests), query=case.query[requests])
         backend = small_backend(target_programs=5)
         cache_case = on_device(moved)
         out = torch.empty_like(cache_case.query)

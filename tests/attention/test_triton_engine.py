@@ -45,6 +45,18 @@ def test_an_engines_greedy_tokens_are_the_references(tmp_path: Path) -> None:
     assert generate(tmp_path, prompts, max_tokens, attention_backend="triton", device=DEVICE.type) == expected
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
+def test_with_kv_in_eight_bits_as_well(tmp_path: Path, kv_cache_dtype: str) -> None:
+    save_tiny_gemma(tmp_path, num_hidden_layers=3)
+    generator = np.random.default_rng(6)
+    prompts = [generator.integers(6, 320, size=size).tolist() for size in (3, 30)]
+    arguments: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
+    expected = generate(tmp_path, prompts, [6, 5], attention_backend="reference", device="cpu", **arguments)
+    assert generate(tmp_path, prompts, [6, 5], attention_backend="triton", device=DEVICE.type, **arguments) == expected
+    wide = generate(tmp_path, prompts, [6, 5], attention_backend="reference", device="cpu")
+    assert wide != expected  # so that rounding to 8 bits has an effect at all
+
+
 def test_auto_takes_triton_on_cuda_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lamella.attention.backend"):
         assert choose_backend("auto", torch.device("cuda")).name == "triton"

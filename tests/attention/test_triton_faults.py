@@ -62,6 +62,23 @@ def long_decodes() -> AttentionCase:
 
 
 @check_case
+def bounded_decodes() -> AttentionCase:
+    """The first has more than the segments that the backend below is given, so that its segments are longer."""
+    requests = [Ragged(30 * SEGMENT_TOKENS + 5), Ragged(70)]
+    return make_case(make_spec("full"), requests, num_heads=1, page_tokens=16)
+
+
+@check_case
+def narrow_decodes() -> AttentionCase:
+    """e4m3, with scales; a new value half way between two numbers, one too large, and one that is the largest."""
+    spec = make_spec("full", itemsize_bytes=1)
+    requests = [Ragged(20), Ragged(0), Ragged(0)]
+    case = make_case(spec, requests, num_heads=1, page_tokens=8, dtype=torch.float8_e4m3fn, kv_scales=(0.5, 4.0))
+    case.new_values[:, :, 0] = torch.tensor([1.0625 * 4, 1e6, 448.0 * 4]).view(3, 1)
+    return case
+
+
+@check_case
 def resumed_decodes() -> AttentionCase:
     return make_case(make_spec("full"), [Ragged(70, 1, 41), Ragged(9, 1, 9)], num_heads=1, page_tokens=8)
 
@@ -165,10 +182,26 @@ FAULTS = {
         "decode", "first_key = tl.load(first_keys + request).to(tl.int32)", "first_key = 0", resumed_decodes
     ),
     "segments do not start anew": Fault(
-        "decode", "largest = tl.where(tile * BLOCK_N % SEGMENT == 0", "largest = tl.where(tile < 0", long_decodes
+        "decode", "largest = tl.where(tile % segment_tiles == 0", "largest = tl.where(tile < 0", long_decodes
     ),
     "a segment's last tile is lost": Fault(
         "decode", "| (tile + 1 == end_tile)", "| (tile + 2 == end_tile)", sliding_decodes
+    ),
+    "long contexts have no longer segments": Fault(
+        "decode", "while segment * MAX_SEGMENTS < span:", "while segment * MAX_SEGMENTS < 0:", bounded_decodes
+    ),
+    "half a segment is one": Fault(
+        "decode", "segment_tiles = segment // BLOCK_N", "segment_tiles = SEGMENT // BLOCK_N", bounded_decodes
+    ),
+    "scale of K left out": Fault("decode", "params.scale * params.k_scale", "params.scale", narrow_decodes),
+    "scale of V left out": Fault(
+        "decode", "tl.where(total == 0.0, 1.0, total) * v_scale", "tl.where(total == 0.0, 1.0, total)", narrow_decodes
+    ),
+    "e4m3 with e5m2's exponents": Fault("device_functions", "half = half * 256.0", "half = half", narrow_decodes),
+    "the largest number is NaN": Fault("device_functions", "magnitude == 0x7F", "magnitude >= 0x7E", narrow_decodes),
+    "halves are rounded up": Fault("device_functions", "+ ((magnitude >> dropped) & 1)", "+ 1", narrow_decodes),
+    "too much becomes NaN": Fault(
+        "device_functions", "largest: tl.constexpr = 0x7E if", "largest: tl.constexpr = 0x7F if", narrow_decodes
     ),
     "merge without the segments' own weights": Fault(
         "decode", "tl.sum(weights[:, None] * segment_sums, 0)", "tl.sum(segment_sums, 0)", long_decodes
@@ -239,7 +272,7 @@ CHECKS = {fault.shows_in.__name__: fault.shows_in for fault in FAULTS.values()}
 
 
 def make_backend(backend_class: type[TritonBackend]) -> AttentionBackend:
-    return backend_class(segment_tokens=SEGMENT_TOKENS, tile=TILE, target_programs=4)
+    return backend_class(segment_tokens=SEGMENT_TOKENS, max_segments=24, tile=TILE, target_programs=4)
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)

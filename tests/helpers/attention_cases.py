@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from lamella.attention.backend import AttentionBackend, AttentionParams, LayerCache, attend
+from lamella.attention.kv_dtype import FP8_MANTISSA_BITS
 from lamella.attention.metadata import AttentionMetadata
 from lamella.kv_cache.spec import KVCacheSpec
 
@@ -34,7 +35,8 @@ class Ragged:
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
     """A batch, its pages and its inputs. `keys[i]`, `values[i]` [seq_len - first_kept, heads, dim] are request i's
-    K and V, as rounded to the cache's dtype, from position `first_kept[i]`: the first that any query sees."""
+    K and V, as the cache stores them (divided by the scales), from position `first_kept[i]`: the first that any query
+    sees."""
 
     params: AttentionParams
     dtype: torch.dtype
@@ -69,7 +71,7 @@ class AttentionCase:
 
 
 def nan_arena(num_bytes: int) -> torch.Tensor:
-    """uint8 of 0xFF, which is NaN in float16, bfloat16 and float32 alike."""
+    """uint8 of 0xFF, which is NaN in float16, bfloat16, float32 and both kinds of fp8 alike."""
     return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
 
 
@@ -84,6 +86,7 @@ def make_case(
     softcap: float | None = None,
     with_sinks: bool = False,
     scale: float | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
     units_per_page: int = 2,
     num_null_columns: int = 0,
     num_unwritten_tokens: int = 0,
@@ -92,12 +95,16 @@ def make_case(
 ) -> AttentionCase:
     """Requests with one new token must come first to be decoded as such; later ones are prefills.
 
+    query_dtype: None is `dtype`, or float32 for fp8. kv_scales: AttentionParams' k_scale and v_scale.
     units_per_page: the group's page is that many units wide, so that ids between two page starts
     overlap pages, as they do where two groups share an arena. num_null_columns: table entries of -1
     below the first kept key (as far as there are blocks). num_unwritten_tokens: that many last rows are
     given slot -1; what they would have stored is in the cache already. panels: pages laid out as the native backend
     has them, else token by token.
     """
+    is_fp8 = dtype in FP8_MANTISSA_BITS
+    if query_dtype is None:
+        query_dtype = torch.float32 if is_fp8 else dtype
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     num_decodes = 0
@@ -175,6 +182,11 @@ def make_case(
             store(page_id, position % page_tokens, keys[i][row], values[i][row])
     slot_mapping[~is_written] = -1
 
+    def new_rows(stored: list[torch.Tensor], kv_scale: float) -> torch.Tensor:
+        """What is computed for the new tokens: dividing by the scale gives what is stored."""
+        rows = torch.cat([x[-request.num_new :].float() for x, request in zip(stored, requests, strict=True)])
+        return (rows * kv_scale).to(query_dtype if is_fp8 else dtype)
+
     query_start = np.concatenate([[0], np.cumsum([request.num_new for request in requests])]).astype(np.int64)
     metadata = make_metadata(
         page_tokens=page_tokens,
@@ -193,15 +205,17 @@ def make_case(
             scale=spec.k_dim**-0.5 if scale is None else scale,
             softcap=softcap,
             sinks=randn(num_heads) if with_sinks else None,
+            k_scale=kv_scales[0],
+            v_scale=kv_scales[1],
         ),
         dtype=dtype,
         unit_bytes=unit_bytes,
         offset_bytes=offset_bytes,
         arena=arena,
         metadata=metadata,
-        query=randn(num_tokens, num_heads, spec.k_dim).to(dtype if query_dtype is None else query_dtype),
-        new_keys=torch.cat([k[-r.num_new :] for k, r in zip(keys, requests, strict=True)]),
-        new_values=torch.cat([v[-r.num_new :] for v, r in zip(values, requests, strict=True)]),
+        query=randn(num_tokens, num_heads, spec.k_dim).to(query_dtype),
+        new_keys=new_rows(keys, kv_scales[0]),
+        new_values=new_rows(values, kv_scales[1]),
         requests=tuple(requests),
         first_kept=tuple(first_kept),
         keys=tuple(keys),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
-import triton
 
 from lamella.attention.backend import AttentionParams, LayerCache, token_major_cache
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.triton.decode import decode
+from lamella.attention.triton.device import default_programs, device_arch
 from lamella.attention.triton.prefill import prefill
 from lamella.attention.triton.shapes import check_tables
 from lamella.attention.triton.tuning import Tile, choose_tile
@@ -17,24 +15,31 @@ from lamella.attention.triton.write_kv import write_kv
 from lamella.kv_cache.spec import KVCacheSpec
 
 SEGMENT_TOKENS = 256
-PROGRAMS_PER_PROCESSOR = 4
+MAX_SEGMENTS = 64
 
 
 class TritonBackend:
-    """Computes scores and sums in float32; K, V and the softmax's weights enter the matrix units in the cache's dtype,
-    or in float32 where the query's differs from it. No call waits for the device.
+    """Computes scores and sums in float32; K, V and the softmax's weights enter the matrix units in the query's dtype,
+    or in float32 where the cache's differs from it and is none of 8 bits. No call waits for the device.
 
-    segment_tokens: decode keeps one partial result per so many absolute positions. tile, target_programs: override
-    what the tuning table and the device say; a request's decode result depends on neither `target_programs` nor the
-    batch.
+    segment_tokens, max_segments: decode keeps one partial result per segment of a request's context. A segment is
+    `segment_tokens` times the smallest power of two with which what the request sees fits in `max_segments` of them.
+    tile, target_programs: override what the tuning table and the device say; a request's decode result depends on
+    neither `target_programs` nor the batch.
     """
 
     name = "triton"
 
     def __init__(
-        self, *, segment_tokens: int = SEGMENT_TOKENS, tile: Tile | None = None, target_programs: int | None = None
+        self,
+        *,
+        segment_tokens: int = SEGMENT_TOKENS,
+        max_segments: int = MAX_SEGMENTS,
+        tile: Tile | None = None,
+        target_programs: int | None = None,
     ) -> None:
         self._segment_tokens = segment_tokens
+        self._max_segments = max_segments
         self._tile = tile
         self._target_programs = target_programs
 
@@ -73,8 +78,9 @@ class TritonBackend:
             _rows(query),
             metadata,
             out,
-            tile=self._choose_tile("decode", params, cache),
+            tile=self._choose_tile("decode", params, cache, query),
             segment_tokens=self._segment_tokens,
+            max_segments=self._max_segments,
             target_programs=self._target_programs or default_programs(query.device),
         )
 
@@ -90,36 +96,18 @@ class TritonBackend:
         if query.shape[0] == 0:
             return
         check_tables(params.spec, metadata)
-        tile = self._choose_tile("prefill", params, cache)
+        tile = self._choose_tile("prefill", params, cache, query)
         prefill(params, cache, _rows(query), metadata, out, tile=tile, first_request=metadata.num_decodes)
 
-    def _choose_tile(self, kernel: str, params: AttentionParams, cache: LayerCache) -> Tile:
+    def _choose_tile(self, kernel: str, params: AttentionParams, cache: LayerCache, query: torch.Tensor) -> Tile:
         if self._tile is not None:
             return self._tile
         head_dim = max(params.spec.k_dim, params.spec.v_dim)
         arch = device_arch(cache.keys.device)
-        return choose_tile(kernel, arch, head_dim=head_dim, itemsize_bytes=cache.keys.element_size())
+        itemsize_bytes = max(query.element_size(), cache.keys.element_size())  # of what is multiplied
+        return choose_tile(kernel, arch, head_dim=head_dim, itemsize_bytes=itemsize_bytes)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """x with each head's elements side by side. On CPUs, a small product may be a transposed view."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-@functools.cache
-def device_arch(device: torch.device) -> str:
-    """ "sm_90", "gfx942", ...; "default" where kernels are interpreted."""
-    if device.type != "cuda" or triton.knobs.runtime.interpret:
-        return "default"
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:
-        return properties.gcnArchName.split(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
-
-
-@functools.cache
-def default_programs(device: torch.device) -> int:
-    """How many programs fill the device."""
-    if device.type != "cuda":
-        return PROGRAMS_PER_PROCESSOR
-    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,8 +1,9 @@
 """Split-KV decode over pages.
 
-The context is cut into segments at fixed absolute positions, each with its own online softmax. A program takes a run
-of whole segments, as many as keep the device busy, and stores one partial result per segment; a second kernel merges
-them in order. How segments are dealt to programs changes who computes a partial result, never what it is: a request's
+The context is cut into segments at absolute positions, each with its own online softmax. A program takes a run of
+whole segments, as many as keep the device busy, and stores one partial result per segment; a second kernel merges them
+in order. How long a segment is depends on how much the request sees, so that partial results take bounded memory, and
+on nothing else. How segments are dealt to programs changes who computes a partial result, never what it is: a request's
 output is the same, bit for bit, whatever is decoded beside it. For the same reason no compile-time constant below
 depends on the batch, and what differs from batch to batch is never specialised on.
 
@@ -17,22 +18,39 @@ import triton.language as tl
 
 from lamella.attention.backend import AttentionParams, LayerCache
 from lamella.attention.metadata import AttentionMetadata
-from lamella.attention.triton.device_functions import LOG2_E, first_visible, load_pages, load_rows, scaled_scores
-from lamella.attention.triton.shapes import LayerShape
+from lamella.attention.triton.device_functions import (
+    FULL,
+    LOG2_E,
+    first_visible,
+    load_pages,
+    load_rows,
+    scaled_scores,
+    widened,
+)
+from lamella.attention.triton.shapes import LayerShape, page_view
 from lamella.attention.triton.tuning import Tile
 
 MERGED_SEGMENTS = 16  # at a time
 MERGE_TILE = Tile(block_m=1, block_n=MERGED_SEGMENTS, num_warps=4, num_stages=2)
-BATCH_DEPENDENT = ("table_stride", "max_segments", "segments_per_program")
+BATCH_DEPENDENT = ("table_stride", "scratch_segments", "segments_per_program")
 BATCH_DEPENDENT_POINTERS = ("query", "out", "block_tables", "seq_lens", "first_blocks", "first_keys")
 
 
 @triton.jit
-def visible_segments(seq_len, first_key, reach, RULE: tl.constexpr, SEGMENT: tl.constexpr):
-    """(first key that the last token sees, the segment it is in, how many segments from there on hold keys)."""
+def visible_segments(seq_len, first_key, reach, RULE: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr):
+    """(first key that the last token sees, tokens per segment, the key's segment, how many from there on hold keys).
+
+    `segment_length` is the host's copy of the rule.
+    """
     first = tl.maximum(first_visible(seq_len - 1, reach, RULE), first_key)
-    first_segment = first // SEGMENT
-    return first, first_segment, tl.cdiv(seq_len, SEGMENT) - first_segment
+    span = seq_len
+    if RULE != FULL:
+        span = tl.minimum(seq_len, reach)
+    segment = span * 0 + SEGMENT
+    while segment * MAX_SEGMENTS < span:
+        segment *= 2
+    first_segment = first // segment
+    return first, segment, first_segment, tl.cdiv(seq_len, segment) - first_segment
 
 
 @triton.jit(do_not_specialize=BATCH_DEPENDENT, do_not_specialize_on_alignment=BATCH_DEPENDENT_POINTERS)
@@ -54,7 +72,7 @@ def decode_kernel(
     key_page_stride,
     value_page_stride,
     table_stride,
-    max_segments,
+    scratch_segments,
     segments_per_program,
     RULE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -67,14 +85,16 @@ def decode_kernel(
     V_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     SEGMENT: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
+    FP8_MANTISSA: tl.constexpr,
 ):
     """Program (request, block of query heads of one KV head, run of segments).
 
-    partial_sums [R, max_segments, heads, V_DIM] gets the sums of exp2(score - largest) * value, partial_stats
-    [R, max_segments, heads, 2] the largest score and the sum of exp2, of the request's segments from the first on.
+    partial_sums [R, scratch_segments, heads, V_DIM] gets the sums of exp2(score - largest) * value, partial_stats
+    [R, scratch_segments, heads, 2] the largest score and the sum of exp2, of the request's segments from the first on.
     """
     request = tl.program_id(0).to(tl.int64)
     blocks_per_kv_head: tl.constexpr = (GROUP + GROUP_BLOCK - 1) // GROUP_BLOCK
@@ -85,13 +105,16 @@ def decode_kernel(
 
     seq_len = tl.load(seq_lens + request).to(tl.int32)
     first_key = tl.load(first_keys + request).to(tl.int32)
-    first, first_segment, num_segments = visible_segments(seq_len, first_key, reach, RULE, SEGMENT)
+    first, segment, first_segment, num_segments = visible_segments(
+        seq_len, first_key, reach, RULE, SEGMENT, MAX_SEGMENTS
+    )
     run_begin = tl.program_id(2) * segments_per_program
     run_end = tl.minimum(run_begin + segments_per_program, num_segments)
     if (run_begin >= run_end) | (seq_len <= 0):
         return
-    begin_tile = tl.maximum(first, (first_segment + run_begin) * SEGMENT) // BLOCK_N
-    end_tile = tl.cdiv(tl.minimum(seq_len, (first_segment + run_end) * SEGMENT), BLOCK_N)
+    begin_tile = tl.maximum(first, (first_segment + run_begin) * segment) // BLOCK_N
+    end_tile = tl.cdiv(tl.minimum(seq_len, (first_segment + run_end) * segment), BLOCK_N)
+    segment_tiles = segment // BLOCK_N
 
     q = load_rows(query + request * query_row_stride + heads * query_head_stride, is_head, K_DIM, K_PADDED)
     if IN_FLOAT32:
@@ -105,18 +128,15 @@ def decode_kernel(
     sums = tl.zeros([BLOCK_M, V_PADDED], tl.float32)
     for tile in range(begin_tile, end_tile):
         # A segment starts anew: after -inf, what has been summed decays to 0.
-        largest = tl.where(tile * BLOCK_N % SEGMENT == 0, float("-inf"), largest)
+        largest = tl.where(tile % segment_tiles == 0, float("-inf"), largest)
         positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         in_window = (positions >= first) & (positions < seq_len)
         pages, present = load_pages(table, positions, in_window, PAGE_TOKENS)
         tokens = positions % PAGE_TOKENS
         key_rows = keys + pages * key_page_stride + tokens * (NUM_KV_HEADS * K_DIM)
         value_rows = values + pages * value_page_stride + tokens * (NUM_KV_HEADS * V_DIM)
-        k = load_rows(key_rows, present, K_DIM, K_PADDED)
-        v = load_rows(value_rows, present, V_DIM, V_PADDED)
-        if IN_FLOAT32:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
+        k = widened(load_rows(key_rows, present, K_DIM, K_PADDED), q.dtype, FP8_MANTISSA)
+        v = widened(load_rows(value_rows, present, V_DIM, V_PADDED), q.dtype, FP8_MANTISSA)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         scores = scaled_scores(products, scale, softcap, HAS_SOFTCAP)
         scores = tl.where(present[None, :], scores, float("-inf"))
@@ -130,9 +150,9 @@ def decode_kernel(
         sums = sums * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = new_largest
 
-        if ((tile + 1) * BLOCK_N % SEGMENT == 0) | (tile + 1 == end_tile):
-            segment = tile * BLOCK_N // SEGMENT - first_segment
-            rows = (request * max_segments + segment) * (NUM_KV_HEADS * GROUP) + heads
+        if ((tile + 1) % segment_tiles == 0) | (tile + 1 == end_tile):
+            number = tile // segment_tiles - first_segment
+            rows = (request * scratch_segments + number) * (NUM_KV_HEADS * GROUP) + heads
             columns = tl.arange(0, V_PADDED)
             tl.store(
                 partial_sums + rows[:, None] * V_DIM + columns[None, :],
@@ -143,7 +163,7 @@ def decode_kernel(
             tl.store(partial_stats + rows * 2 + 1, total, mask=is_head)
 
 
-@triton.jit(do_not_specialize=("max_segments",), do_not_specialize_on_alignment=BATCH_DEPENDENT_POINTERS)
+@triton.jit(do_not_specialize=("scratch_segments",), do_not_specialize_on_alignment=BATCH_DEPENDENT_POINTERS)
 def merge_kernel(
     partial_sums,
     partial_stats,
@@ -151,15 +171,17 @@ def merge_kernel(
     out,
     seq_lens,
     first_keys,
+    v_scale,
     reach,
     out_row_stride,
-    max_segments,
+    scratch_segments,
     RULE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     V_DIM: tl.constexpr,
     V_PADDED: tl.constexpr,
     SEGMENT: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """Program (request, head): its segments in order, BLOCK_S at a time. The sink joins here, once."""
@@ -167,7 +189,7 @@ def merge_kernel(
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens + request).to(tl.int32)
     first_key = tl.load(first_keys + request).to(tl.int32)
-    _, _, num_segments = visible_segments(seq_len, first_key, reach, RULE, SEGMENT)
+    _, _, _, num_segments = visible_segments(seq_len, first_key, reach, RULE, SEGMENT, MAX_SEGMENTS)
     if seq_len <= 0:
         num_segments = 0
 
@@ -181,7 +203,7 @@ def merge_kernel(
     for begin in range(0, num_segments, BLOCK_S):
         segments = begin + tl.arange(0, BLOCK_S)
         present = segments < num_segments
-        rows = (request * max_segments + segments) * NUM_HEADS + head
+        rows = (request * scratch_segments + segments) * NUM_HEADS + head
         segment_largest = tl.load(partial_stats + rows * 2, mask=present, other=float("-inf"))
         segment_total = tl.load(partial_stats + rows * 2 + 1, mask=present, other=0.0)
         segment_sums = tl.load(
@@ -196,7 +218,7 @@ def merge_kernel(
         total = total * decay + tl.sum(weights * segment_total, 0)
         sums = sums * decay + tl.sum(weights[:, None] * segment_sums, 0)
         largest = new_largest
-    result = sums / tl.where(total == 0.0, 1.0, total)
+    result = sums / tl.where(total == 0.0, 1.0, total) * v_scale
     target = out + request * out_row_stride + head * V_DIM + columns
     tl.store(target, result.to(out.dtype.element_ty), mask=columns < V_DIM)
 
@@ -210,36 +232,37 @@ def decode(
     *,
     tile: Tile,
     segment_tokens: int,
+    max_segments: int,
     target_programs: int,
 ) -> None:
     """See AttentionBackend.decode. `segment_tokens` is a multiple of `tile.block_n`; the grid is filled up to about
-    `target_programs` programs. Everything here is known on the host: nothing waits for the device."""
+    `target_programs` programs. Everything here is known on the host: nothing waits for the device. What is launched
+    follows from the numbers of requests and of columns of the block tables, not from how long requests are."""
     shape = LayerShape.of(params, cache, query.dtype)
     num_requests = query.shape[0]
+    segments = {"segment_tokens": segment_tokens, "max_segments": max_segments}
     max_tokens = metadata.block_tables.shape[1] * metadata.page_tokens
-    if params.spec.reach_tokens is not None:
-        max_tokens = min(max_tokens, params.spec.reach_tokens)
-    max_segments = (max_tokens + segment_tokens - 2) // segment_tokens + 1  # that many tokens in a row can touch
-    constants = decode_constants(shape, tile, segment_tokens, has_softcap=params.softcap is not None)
+    scratch_segments = count_scratch_segments(max_tokens, params.spec.reach_tokens, **segments)
+    constants = decode_constants(shape, tile, **segments, has_softcap=params.softcap is not None)
     head_programs = shape.num_kv_heads * triton.cdiv(shape.group, constants["GROUP_BLOCK"])
-    num_runs = min(max_segments, max(1, target_programs // (num_requests * head_programs)))
-    segments_per_program = triton.cdiv(max_segments, num_runs)
-    num_runs = triton.cdiv(max_segments, segments_per_program)
+    num_runs = min(scratch_segments, max(1, target_programs // (num_requests * head_programs)))
+    segments_per_program = triton.cdiv(scratch_segments, num_runs)
+    num_runs = triton.cdiv(scratch_segments, segments_per_program)
 
-    shape_out = (num_requests, max_segments, params.num_heads)
+    shape_out = (num_requests, scratch_segments, params.num_heads)
     partial_sums = torch.empty(*shape_out, shape.v_dim, dtype=torch.float32, device=query.device)
     partial_stats = torch.empty(*shape_out, 2, dtype=torch.float32, device=query.device)
     decode_kernel[(num_requests, head_programs, num_runs)](
         query,
-        cache.keys,
-        cache.values,
+        page_view(cache.keys, shape.fp8_mantissa),
+        page_view(cache.values, shape.fp8_mantissa),
         partial_sums,
         partial_stats,
         metadata.block_tables,
         metadata.seq_lens,
         metadata.first_blocks,
         metadata.first_keys,
-        params.scale,
+        params.scale * params.k_scale,
         params.softcap or 0.0,
         shape.reach,
         query.stride(0),
@@ -247,7 +270,7 @@ def decode(
         cache.keys.stride(0),
         cache.values.stride(0),
         metadata.block_tables.stride(0),
-        max_segments,
+        scratch_segments,
         segments_per_program,
         **constants,
         **tile.launch_options,
@@ -259,26 +282,46 @@ def decode(
         out,
         metadata.seq_lens,
         metadata.first_keys,
+        params.v_scale,
         shape.reach,
         out.stride(0),
-        max_segments,
-        **merge_constants(shape, segment_tokens, has_sinks=params.sinks is not None),
+        scratch_segments,
+        **merge_constants(shape, **segments, has_sinks=params.sinks is not None),
         **MERGE_TILE.launch_options,
     )
 
 
-def decode_constants(shape: LayerShape, tile: Tile, segment_tokens: int, *, has_softcap: bool) -> dict[str, int]:
+def count_scratch_segments(max_tokens: int, reach_tokens: int | None, *, segment_tokens: int, max_segments: int) -> int:
+    """Most segments that any request has whose block table covers `max_tokens`."""
+    if reach_tokens is not None:
+        max_tokens = min(max_tokens, reach_tokens)
+    # So many in a row can touch that many segments. If segments are longer, max_segments of them hold what is seen, and
+    # one more where the first begins before it.
+    return min((max_tokens + segment_tokens - 2) // segment_tokens, max_segments) + 1
+
+
+def segment_length(seen_tokens: int, *, segment_tokens: int, max_segments: int) -> int:
+    """Tokens per segment of a request that sees that many (its length, or the window or chunk if that is less)."""
+    while segment_tokens * max_segments < seen_tokens:
+        segment_tokens *= 2
+    return segment_tokens
+
+
+def decode_constants(
+    shape: LayerShape, tile: Tile, *, segment_tokens: int, max_segments: int, has_softcap: bool
+) -> dict[str, int]:
     """Compile-time constants of `decode_kernel`."""
     return shape.constants | {
         "HAS_SOFTCAP": has_softcap,
         "GROUP_BLOCK": min(shape.group, tile.block_m),
         "SEGMENT": segment_tokens,
+        "MAX_SEGMENTS": max_segments,
         "BLOCK_M": min(tile.block_m, triton.next_power_of_2(max(16, shape.group))),
         "BLOCK_N": tile.block_n,
     }
 
 
-def merge_constants(shape: LayerShape, segment_tokens: int, *, has_sinks: bool) -> dict[str, int]:
+def merge_constants(shape: LayerShape, *, segment_tokens: int, max_segments: int, has_sinks: bool) -> dict[str, int]:
     """Compile-time constants of `merge_kernel`."""
     return {
         "RULE": shape.rule,
@@ -287,5 +330,6 @@ def merge_constants(shape: LayerShape, segment_tokens: int, *, has_sinks: bool) 
         "V_DIM": shape.v_dim,
         "V_PADDED": shape.constants["V_PADDED"],
         "SEGMENT": segment_tokens,
+        "MAX_SEGMENTS": max_segments,
         "BLOCK_S": MERGED_SEGMENTS,
     }

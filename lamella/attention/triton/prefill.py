@@ -14,8 +14,15 @@ import triton.language as tl
 
 from lamella.attention.backend import AttentionParams, LayerCache
 from lamella.attention.metadata import AttentionMetadata
-from lamella.attention.triton.device_functions import LOG2_E, first_visible, load_pages, load_rows, scaled_scores
-from lamella.attention.triton.shapes import LayerShape
+from lamella.attention.triton.device_functions import (
+    LOG2_E,
+    first_visible,
+    load_pages,
+    load_rows,
+    scaled_scores,
+    widened,
+)
+from lamella.attention.triton.shapes import LayerShape, page_view
 from lamella.attention.triton.tuning import Tile
 
 BATCH_DEPENDENT = ("table_stride", "first_request", "num_requests")
@@ -74,7 +81,7 @@ def attend_keys(
     V_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    IN_FLOAT32: tl.constexpr,
+    FP8_MANTISSA: tl.constexpr,
 ):
     """The online softmax over tiles [begin, pause) and [resume, end) of keys, both at an edge or (EDGE false) both
     seen whole by every query: one loop for two edges halves the code.
@@ -92,11 +99,8 @@ def attend_keys(
         tokens = positions % PAGE_TOKENS
         key_rows = keys + pages * key_page_stride + tokens * (NUM_KV_HEADS * K_DIM)
         value_rows = values + pages * value_page_stride + tokens * (NUM_KV_HEADS * V_DIM)
-        k = load_rows(key_rows, present, K_DIM, K_PADDED)
-        v = load_rows(value_rows, present, V_DIM, V_PADDED)
-        if IN_FLOAT32:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
+        k = widened(load_rows(key_rows, present, K_DIM, K_PADDED), q.dtype, FP8_MANTISSA)
+        v = widened(load_rows(value_rows, present, V_DIM, V_PADDED), q.dtype, FP8_MANTISSA)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         scores = scaled_scores(products, scale, softcap, HAS_SOFTCAP)
         if EDGE:
@@ -135,6 +139,7 @@ def prefill_kernel(
     first_keys,
     scale,
     softcap,
+    v_scale,
     reach,
     query_row_stride,
     query_head_stride,
@@ -158,6 +163,7 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
+    FP8_MANTISSA: tl.constexpr,
 ):
     """Program (tile of queries, block of query heads of one KV head). Rows of `query` and `out` start at the first
     token of `first_request`."""
@@ -238,7 +244,7 @@ def prefill_kernel(
         V_PADDED,
         PAGE_TOKENS,
         BLOCK_N,
-        IN_FLOAT32,
+        FP8_MANTISSA,
     )
     largest, total, sums = attend_keys(
         largest,
@@ -270,9 +276,9 @@ def prefill_kernel(
         V_PADDED,
         PAGE_TOKENS,
         BLOCK_N,
-        IN_FLOAT32,
+        FP8_MANTISSA,
     )
-    result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    result = sums / tl.where(total == 0.0, 1.0, total)[:, None] * v_scale
     columns = tl.arange(0, V_PADDED)
     target = out + rows[:, None] * out_row_stride + heads[:, None] * V_DIM + columns[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < V_DIM)[None, :])
@@ -303,8 +309,8 @@ def prefill(
     head_programs = shape.num_kv_heads * triton.cdiv(shape.group, constants["GROUP_BLOCK"])
     prefill_kernel[(num_tiles, head_programs)](
         query,
-        cache.keys,
-        cache.values,
+        page_view(cache.keys, shape.fp8_mantissa),
+        page_view(cache.values, shape.fp8_mantissa),
         out,
         params.sinks,
         metadata.block_tables,
@@ -312,8 +318,9 @@ def prefill(
         metadata.seq_lens,
         metadata.first_blocks,
         metadata.first_keys,
-        params.scale,
+        params.scale * params.k_scale,
         params.softcap or 0.0,
+        params.v_scale,
         shape.reach,
         query.stride(0),
         query.stride(1),

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lamella.attention.triton.backend import SEGMENT_TOKENS
+from lamella.attention.triton.backend import MAX_SEGMENTS, SEGMENT_TOKENS
+from lamella.attention.triton.decode import segment_length
 from lamella.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 H200_BYTES_PER_SECOND = 4.8e12
@@ -49,7 +50,9 @@ class Workload:
         rows = self.num_new * self.num_heads * (spec.k_dim + spec.v_dim) * spec.itemsize_bytes
         partial = 0
         if self.num_new == 1:
-            num_segments = (stop - 1) // SEGMENT_TOKENS - first // SEGMENT_TOKENS + 1
+            seen_tokens = min(stop, spec.reach_tokens or stop)
+            segment = segment_length(seen_tokens, segment_tokens=SEGMENT_TOKENS, max_segments=MAX_SEGMENTS)
+            num_segments = (stop - 1) // segment - first // segment + 1
             partial = 2 * num_segments * self.num_heads * (spec.v_dim + 2) * 4
         return self.num_requests * (keys + rows + partial)
 

@@ -9,7 +9,9 @@ import torch
 import triton
 
 from lamella.attention.backend import AttentionParams, LayerCache
+from lamella.attention.kv_dtype import FP8_MANTISSA_BITS
 from lamella.attention.metadata import AttentionMetadata
+from lamella.attention.triton.device import device_arch
 from lamella.attention.triton.device_functions import CHUNK, FULL, WINDOW
 from lamella.errors import ConfigError, InvariantError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
@@ -21,7 +23,8 @@ _RULES = {FullAttentionSpec: FULL.value, SlidingWindowSpec: WINDOW.value, Chunke
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """group: query heads per KV head. rule, reach: the spec's visibility rule; reach is 0 where there is none.
-    in_float32: K, V and the softmax's weights are widened before they are multiplied."""
+    dtype: of the cache. in_float32: queries, K, V and the softmax's weights are widened before they are multiplied (K
+    and V of 8 bits always are, to the query's dtype). fp8_mantissa: see `device_functions`."""
 
     rule: int
     reach: int
@@ -32,11 +35,14 @@ class LayerShape:
     page_tokens: int
     dtype: torch.dtype
     in_float32: bool
+    fp8_mantissa: int = 0
 
     @staticmethod
     def of(params: AttentionParams, cache: LayerCache, query_dtype: torch.dtype) -> LayerShape:
         spec = params.spec
         rule, reach = visibility_rule(spec)
+        dtype = cache.keys.dtype
+        is_mixed = query_dtype != dtype and dtype not in FP8_MANTISSA_BITS
         return LayerShape(
             rule=rule,
             reach=reach,
@@ -45,8 +51,9 @@ class LayerShape:
             k_dim=spec.k_dim,
             v_dim=spec.v_dim,
             page_tokens=cache.keys.shape[1],
-            dtype=cache.keys.dtype,
-            in_float32=query_dtype != cache.keys.dtype or _interpreter_cannot_multiply(query_dtype),
+            dtype=dtype,
+            in_float32=is_mixed or _interpreter_cannot_multiply(query_dtype),
+            fp8_mantissa=unpacked_mantissa(dtype, device_arch(cache.keys.device)),
         )
 
     @property
@@ -62,7 +69,21 @@ class LayerShape:
             "V_PADDED": triton.next_power_of_2(max(16, self.v_dim)),
             "PAGE_TOKENS": self.page_tokens,
             "IN_FLOAT32": self.in_float32,
+            "FP8_MANTISSA": self.fp8_mantissa,
         }
+
+
+def unpacked_mantissa(dtype: torch.dtype, arch: str) -> int:
+    """FP8_MANTISSA for kernels that read pages of `dtype`: 0 where they are no fp8, or `arch` has instructions that
+    widen them."""
+    if dtype == torch.float8_e4m3fn and arch.startswith("sm_") and int(arch[3:]) >= 89:
+        return 0
+    return FP8_MANTISSA_BITS.get(dtype, 0)
+
+
+def page_view(pages: torch.Tensor, fp8_mantissa: int) -> torch.Tensor:
+    """The cache's K or V as kernels with that FP8_MANTISSA take it."""
+    return pages.view(torch.uint8) if fp8_mantissa else pages
 
 
 def _interpreter_cannot_multiply(dtype: torch.dtype) -> bool:

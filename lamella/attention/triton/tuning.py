@@ -35,7 +35,7 @@ def _table() -> dict[str, Any]:
 
 def choose_tile(kernel: str, arch: str, *, head_dim: int, itemsize_bytes: int) -> Tile:
     """The tile of `kernel` ("decode" or "prefill") on `arch` ("sm_90", "gfx942", ...; one that the table lacks gets
-    "default"'s) for KV of `itemsize_bytes` per element and heads of `head_dim`, the larger of K's and V's.
+    "default"'s) for products of elements of `itemsize_bytes` and heads of `head_dim`, the larger of K's and V's.
 
     Raises ConfigError for heads wider than any in the table.
     """

@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 
 from lamella.attention.backend import LayerCache
+from lamella.attention.kv_dtype import FP8_MANTISSA_BITS
+from lamella.attention.triton.device_functions import stored
+from lamella.attention.triton.shapes import page_view
 
 BLOCK_ELEMENTS = 1024
 
@@ -28,6 +31,7 @@ def write_kv_kernel(
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    FP8_MANTISSA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program (token, block): BLOCK elements of the token's K and of its V. In a page, all heads of a token follow
@@ -42,12 +46,14 @@ def write_kv_kernel(
         in_key = element < NUM_KV_HEADS * K_DIM
         source = key + token * key_row_stride + (element // K_DIM) * key_head_stride + element % K_DIM
         target = keys + page * key_page_stride + row * (NUM_KV_HEADS * K_DIM) + element
-        tl.store(target, tl.load(source, mask=in_key).to(keys.dtype.element_ty), mask=in_key)
+        new = stored(tl.load(source, mask=in_key), keys.dtype.element_ty, FP8_MANTISSA)
+        tl.store(target, new, mask=in_key)
 
         in_value = element < NUM_KV_HEADS * V_DIM
         source = value + token * value_row_stride + (element // V_DIM) * value_head_stride + element % V_DIM
         target = values + page * value_page_stride + row * (NUM_KV_HEADS * V_DIM) + element
-        tl.store(target, tl.load(source, mask=in_value).to(values.dtype.element_ty), mask=in_value)
+        new = stored(tl.load(source, mask=in_value), values.dtype.element_ty, FP8_MANTISSA)
+        tl.store(target, new, mask=in_value)
 
 
 def write_kv(cache: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
@@ -57,12 +63,13 @@ def write_kv(cache: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: t
     if num_tokens == 0:
         return
     v_dim = value.shape[2]
+    fp8_mantissa = FP8_MANTISSA_BITS.get(cache.keys.dtype, 0)
     grid = (num_tokens, triton.cdiv(num_kv_heads * max(k_dim, v_dim), BLOCK_ELEMENTS))
     write_kv_kernel[grid](
         key,
         value,
-        cache.keys,
-        cache.values,
+        page_view(cache.keys, fp8_mantissa),
+        page_view(cache.values, fp8_mantissa),
         slots,
         key.stride(0),
         key.stride(1),
@@ -74,5 +81,6 @@ def write_kv(cache: LayerCache, key: torch.Tensor, value: torch.Tensor, slots: t
         K_DIM=k_dim,
         V_DIM=v_dim,
         PAGE_TOKENS=cache.keys.shape[1],
+        FP8_MANTISSA=fp8_mantissa,
         BLOCK=BLOCK_ELEMENTS,
     )
