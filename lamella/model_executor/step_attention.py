@@ -27,10 +27,13 @@ class LayerPlace:
 
 
 class KVTarget(NamedTuple):
-    """Where the K and V of a layer's tokens go: slots int64 [T], page_id * page_tokens + offset, -1 for nowhere."""
+    """Where the K and V of a layer's tokens go: slots int64 [T], page_id * page_tokens + offset, -1 for nowhere; pages
+    hold K / k_scale and V / v_scale."""
 
     cache: LayerCache
     slots: torch.Tensor
+    k_scale: float
+    v_scale: float
 
 
 class StepAttention:
@@ -106,7 +109,8 @@ class StepAttention:
                 "'triton'"
             )
         place = self._place(layer, has_kv=True)
-        return KVTarget(place.cache, self._metadata(place, layer).slot_mapping)
+        params = place.params
+        return KVTarget(place.cache, self._metadata(place, layer).slot_mapping, params.k_scale, params.v_scale)
 
     def attend_written(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q [S, num_heads, k_dim] -> [S, num_heads, v_dim], for the S tokens that leave the layer; K and V have been

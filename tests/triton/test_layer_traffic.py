@@ -71,7 +71,7 @@ class QueriesThrough:
         return q
 
     def kv_target(self, layer: int) -> KVTarget:
-        return KVTarget(self.cache, self.slots)
+        return KVTarget(self.cache, self.slots, 1.0, 1.0)
 
     def attend_written(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         return q

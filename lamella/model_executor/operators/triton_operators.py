@@ -42,14 +42,13 @@ class TritonOperators:
         normed: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         for index, (layer, rotary) in enumerate(zip(layers, rotaries, strict=True), first):
-            heads, (cache, slots) = layer.heads, attention.kv_target(index)
+            heads, target = layer.heads, attention.kv_target(index)
             queries = transform_heads(
                 linear(normed, layer.qkv_proj.weight),
                 _transform(layer, rotary),
                 num_heads=heads.num_heads,
                 num_kv_heads=heads.num_kv_heads,
-                cache=cache,
-                slots=slots,
+                **target._asdict(),
             )
             x, normed = self.finish_layer(layer, x, attention.attend_written(index, queries).flatten(1))
         return x, normed
@@ -63,7 +62,7 @@ class TritonOperators:
         rotary: Rotary,
         output_rows: torch.Tensor,
     ) -> torch.Tensor:
-        heads, (cache, slots) = layer.heads, attention.kv_target(index)
+        heads, target = layer.heads, attention.kv_target(index)
         num_query = heads.sizes[0]
         weight, transform = layer.qkv_proj.weight, _transform(layer, rotary)
         transform_heads(
@@ -71,16 +70,14 @@ class TritonOperators:
             transform,
             num_heads=0,
             num_kv_heads=heads.num_kv_heads,
-            cache=cache,
-            slots=slots,
+            **target._asdict(),
         )
         queries = transform_heads(
             linear(x[output_rows], weight[:num_query]),
             transform.of_rows(output_rows),
             num_heads=heads.num_heads,
             num_kv_heads=0,
-            cache=cache,
-            slots=slots,
+            **target._asdict(),
         )
         return attention.attend_written(index, queries).flatten(1)
 

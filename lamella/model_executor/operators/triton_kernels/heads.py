@@ -13,7 +13,10 @@ import triton
 import triton.language as tl
 
 from lamella.attention.backend import LayerCache
+from lamella.attention.kv_dtype import FP8_MANTISSA_BITS
 from lamella.attention.native_backend import HeadTransform
+from lamella.attention.triton.device_functions import stored
+from lamella.attention.triton.shapes import page_view
 from lamella.errors import InvariantError
 from lamella.model_executor.operators.triton_kernels.rows import check_rows, launch_options
 
@@ -21,11 +24,11 @@ TILE_ELEMENTS = 2048  # most that a program takes of Q or of K, in whole heads
 
 
 @triton.jit
-def as_stored(x, target, scale):
+def as_stored(x, target, scale, FP8_MANTISSA: tl.constexpr):
     """float32 `x`, divided by `scale` unless that is None, as the memory at `target` keeps it."""
     if scale is not None:
         x = tl.div_rn(x, scale)
-    return x.to(target.dtype.element_ty)
+    return stored(x, target.dtype.element_ty, FP8_MANTISSA)
 
 
 @triton.jit
@@ -38,6 +41,7 @@ def move_heads(
     sin,
     eps,
     scale,
+    FP8_MANTISSA: tl.constexpr,
     NUM: tl.constexpr,
     TILE: tl.constexpr,
     DIM: tl.constexpr,
@@ -58,8 +62,8 @@ def move_heads(
     second = second * factor * tl.load(weight + half + column, mask=in_half, other=0.0)[None, :]
     c = tl.load(cos + column, mask=in_half, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + column, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    tl.store(target + offsets, as_stored(first * c - second * s, target, scale), mask=mask)
-    tl.store(target + offsets + half, as_stored(second * c + first * s, target, scale), mask=mask)
+    tl.store(target + offsets, as_stored(first * c - second * s, target, scale, FP8_MANTISSA), mask=mask)
+    tl.store(target + offsets + half, as_stored(second * c + first * s, target, scale, FP8_MANTISSA), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=("slots",))
@@ -88,6 +92,7 @@ def heads_kernel(
     KV_TILE: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    FP8_MANTISSA: tl.constexpr,
 ):
     """Program (token, tile): QUERY_TILE query heads, or after all of them KV_TILE heads of K and V.
 
@@ -104,7 +109,7 @@ def heads_kernel(
     sin += token * rotary_row_stride
     if tile < query_tiles:
         target = query + token * query_size
-        move_heads(row, target, tile, query_weight, cos, sin, eps, None, NUM_HEADS, QUERY_TILE, DIM, HALF_PADDED)
+        move_heads(row, target, tile, query_weight, cos, sin, eps, None, 0, NUM_HEADS, QUERY_TILE, DIM, HALF_PADDED)
     elif NUM_KV_HEADS > 0:
         slot = tl.load(slots + token)  # 64 bits: an arena may have more than 2^31 elements
         if slot >= 0:
@@ -114,14 +119,26 @@ def heads_kernel(
             key_row = keys + page * key_page_stride + in_page
             source = row + query_size
             move_heads(
-                source, key_row, tile, key_weight, cos, sin, eps, key_scale, NUM_KV_HEADS, KV_TILE, DIM, HALF_PADDED
+                source,
+                key_row,
+                tile,
+                key_weight,
+                cos,
+                sin,
+                eps,
+                key_scale,
+                FP8_MANTISSA,
+                NUM_KV_HEADS,
+                KV_TILE,
+                DIM,
+                HALF_PADDED,
             )
             in_tile = tl.arange(0, VALUE_BLOCK)
             element = tile * (KV_TILE * DIM) + in_tile
             present = (in_tile < KV_TILE * DIM) & (element < key_size)
             value = tl.load(source + key_size + element, mask=present, other=0.0).to(tl.float32)
             value_row = values + page * value_page_stride + in_page
-            tl.store(value_row + element, as_stored(value, value_row, value_scale), mask=present)
+            tl.store(value_row + element, as_stored(value, value_row, value_scale, FP8_MANTISSA), mask=present)
 
 
 def transform_heads(
@@ -140,8 +157,8 @@ def transform_heads(
     its dtype.
 
     Rows may lie apart. num_heads 0: K and V alone; num_kv_heads 0: queries alone, and nothing is written. The cache is
-    token-major, of any float dtype; it gets K / k_scale and V / v_scale. cos and sin cover whole heads:
-    [T, 1, head_dim / 2]. Raises InvariantError for other shapes.
+    token-major, of any float dtype; it gets K / k_scale and V / v_scale, in 8 bits at most the largest finite number.
+    cos and sin cover whole heads: [T, 1, head_dim / 2]. Raises InvariantError for other shapes.
     """
     head_dim = 2 * transform.cos.shape[-1]
     check_rows("columns", columns, (num_heads + 2 * num_kv_heads) * head_dim)
@@ -153,7 +170,10 @@ def transform_heads(
             raise InvariantError(f"there are {list(slots.shape)} slots for {num_tokens} tokens; give one for each")
     query = columns.new_empty(num_tokens, num_heads, head_dim)
     if num_tokens:
-        constants = heads_constants(num_heads, num_kv_heads, head_dim, page_tokens=cache.keys.shape[1])
+        fp8_mantissa = FP8_MANTISSA_BITS.get(cache.keys.dtype, 0)
+        constants = heads_constants(
+            num_heads, num_kv_heads, head_dim, page_tokens=cache.keys.shape[1], fp8_mantissa=fp8_mantissa
+        )
         heads_kernel[(num_tokens, num_tiles(constants))](
             columns,
             transform.query_norm,
@@ -161,8 +181,8 @@ def transform_heads(
             transform.cos,
             transform.sin,
             query,
-            cache.keys,
-            cache.values,
+            page_view(cache.keys, fp8_mantissa),
+            page_view(cache.values, fp8_mantissa),
             slots,
             transform.eps,
             None if k_scale == 1.0 else k_scale,
@@ -176,8 +196,11 @@ def transform_heads(
     return query
 
 
-def heads_constants(num_heads: int, num_kv_heads: int, head_dim: int, *, page_tokens: int) -> dict[str, Any]:
-    """Compile-time constants and launch options of `heads_kernel`."""
+def heads_constants(
+    num_heads: int, num_kv_heads: int, head_dim: int, *, page_tokens: int, fp8_mantissa: int = 0
+) -> dict[str, Any]:
+    """Compile-time constants and launch options of `heads_kernel`. fp8_mantissa: FP8_MANTISSA of the attention
+    kernels."""
     half_padded = triton.next_power_of_2(head_dim // 2)
 
     def tile(num: int) -> int:
@@ -193,6 +216,7 @@ def heads_constants(num_heads: int, num_kv_heads: int, head_dim: int, *, page_to
         "KV_TILE": tile(num_kv_heads),
         "VALUE_BLOCK": triton.next_power_of_2(tile(num_kv_heads) * head_dim),
         "PAGE_TOKENS": page_tokens,
+        "FP8_MANTISSA": fp8_mantissa,
         **launch_options(2 * half_padded * max(tile(num_heads), tile(num_kv_heads))),
     }
 
