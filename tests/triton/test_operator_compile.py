@@ -60,7 +60,7 @@ def test_what_must_not_be_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: p
         return dataclasses.replace(fine, spilled=8) if launch.kernel == "heads" else fine
 
     monkeypatch.setattr(compile_report, "compile_launch", measured)
-    monkeypatch.setattr(compile_report.triton.knobs.runtime, "interpret", False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert main(["--targets", "sm_90", "--shapes", "gemma-3-1b"]) == 0
     assert main(["--targets", "sm_90", "--shapes", "80"]) == 1
     assert "not as it must be: sm_90 heads, 32 heads of 80: 8 spilled" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What models are made of: weights, and the operations on them that have a torch and a native form.
+"""What models are made of: weights, and the operations on them that have a torch, a native and a triton form.
 
 A model is written once, against `Operators`. The operations are as coarse as the native kernels are: what is fused
 there is one method here.

@@ -37,7 +37,7 @@ _TYPES = {
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One compilation. constants: with the launch options. row_bytes: what the kernel reads and writes for a row,
-    weights and tables aside, which stay in a cache."""
+    norm weights aside."""
 
     kernel: str
     shape: str
@@ -93,7 +93,7 @@ def launches() -> Iterator[Launch]:
     ):
         constants = heads.heads_constants(num_heads, num_kv_heads, head_dim, page_tokens=16)
         constants |= {"key_scale": None, "value_scale": None}
-        row_bytes = 2 * (num_heads + 2 * num_kv_heads) * head_dim * ITEMSIZE_BYTES[dtype]
+        row_bytes = (2 * (num_heads + 2 * num_kv_heads) + 1) * head_dim * ITEMSIZE_BYTES[dtype]  # with cos and sin
         yield Launch("heads", name, heads.heads_kernel, constants, row_bytes, dtype)
     constants = heads.heads_constants(32, 16, 128, page_tokens=16, fp8_mantissa=3)
     types = (("keys", "*u8"), ("values", "*u8"))
