@@ -15,7 +15,6 @@ import pytest
 from lamella.attention.triton.compile_report import (
     SHAPES,
     SHARED_LIMITS,
-    SPILL_LIMITS,
     Measured,
     kernels,
     main,
@@ -25,11 +24,6 @@ from lamella.attention.triton.roofline import Workload
 from tests.helpers.triton_cases import make_spec
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-# Each shape for two of the four targets, each kernel for all.
-SHAPES_FOR = {
-    target: [named.name for i, named in enumerate(SHAPES) if (i - number) % 4 < 2]
-    for number, target in enumerate(TARGETS)
-}
 
 
 def report(cache: Path, *arguments: str) -> tuple[int, list[list[str]], str]:
@@ -50,27 +44,23 @@ def check(rows: list[list[str]]) -> None:
         if kernel in ("decode", "prefill") and "fp32" not in shape:
             assert expected[target] in instructions
             assert instructions != "-"
-        if re.search("gpt-oss|gemma-3-27b|llama", shape):
+        if re.search("gpt-oss|gemma-3-27b|llama|64 dims|128 dims", shape):
             assert int(spilled) == 0
         if re.search("270m|gemma-2", shape):
-            assert int(spilled) <= SPILL_LIMITS[256]
+            assert int(spilled) <= 48
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_kernels_compile(target: str, tmp_path: Path, record_property: Any) -> None:
-    names = SHAPES_FOR[target]
-    code, rows, printed = report(tmp_path, "--targets", target, "--shapes", *names)
+def test_kernels_compile(tmp_path: Path, record_property: Any) -> None:
+    """Decode and prefill of each shape for one target, the other kernels of half of the shapes for each."""
+    code, rows, printed = report(tmp_path, "--targets", *TARGETS, "--sample")
     assert code == 0, printed
+    assert len(rows) >= 100
     for kernel in ("decode", "prefill"):
-        assert [row[2] for row in rows if row[1] == kernel] == names
-    assert {row[1] for row in rows} == {kernel.name for kernel in kernels(SHAPES[0], target)}
+        assert sorted(row[2] for row in rows if row[1] == kernel) == sorted(named.name for named in SHAPES)
+    for target in TARGETS:
+        assert {row[1] for row in rows if row[0] == target} == {kernel.name for kernel in kernels(SHAPES[0], target)}
     check(rows)
     record_property("kernel_cases", len(rows))
-
-
-def test_every_shape_is_compiled_twice_at_least() -> None:
-    for named in SHAPES:
-        assert sum(named.name in names for names in SHAPES_FOR.values()) == 2
 
 
 @pytest.mark.slow
@@ -90,6 +80,9 @@ def test_what_must_not_be_is_reported() -> None:
     good = Measured(registers=100, spilled=0, shared_bytes=163 << 10, matrix_instructions=("mma.sync",))
     assert problem(decode, gpt_oss, "sm_80", good) is None
     assert "8 spilled" in str(problem(decode, gpt_oss, "sm_80", dataclasses.replace(good, spilled=8)))
+    gemma = next(named for named in SHAPES if named.name == "gemma-3-270m window 512")
+    assert problem(decode, gemma, "sm_80", dataclasses.replace(good, spilled=48)) is None
+    assert "49 spilled, 48 allowed" in str(problem(decode, gemma, "sm_80", dataclasses.replace(good, spilled=49)))
     assert "shared memory" in str(problem(decode, gpt_oss, "gfx942", good))
     without = dataclasses.replace(good, matrix_instructions=())
     assert "no matrix instruction" in str(problem(decode, gpt_oss, "sm_80", without))

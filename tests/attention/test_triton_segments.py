@@ -17,8 +17,8 @@ from tests.helpers.triton_cases import assert_like_reference, make_spec, on_devi
 
 SMALL: dict[str, int] = {"segment_tokens": 16, "max_segments": 3}
 # Contexts of 3 segments of 16, one more token, of 32, ...; windows whose segments begin before them.
-CONTEXTS = [0, 14, 15, 46, 47, 48, 94, 95, 96, 97, 191, 192, 200, 385]
-RULES = [("full", 0), ("window", 47), ("window", 48), ("window", 96), ("window", 100), ("chunk", 100), ("chunk", 192)]
+CONTEXTS = [0, 15, 46, 47, 48, 95, 96, 191, 192, 193]
+RULES = [("full", 0), ("window", 48), ("window", 96), ("window", 100), ("chunk", 192)]
 
 
 class LargestMade(TorchDispatchMode):
@@ -49,7 +49,7 @@ def decode(case: AttentionCase, **overrides: Any) -> tuple[torch.Tensor, int]:
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_long_segments_give_what_the_reference_gives(rule: tuple[str, int]) -> None:
-    requests = [Ragged(context) for context in CONTEXTS] + [Ragged(300, 1, 260), Ragged(300, 1, 300)]
+    requests = [Ragged(context) for context in CONTEXTS] + [Ragged(200, 1, 160), Ragged(200, 1, 200)]
     case = make_case(make_spec(*rule), requests, num_heads=2, page_tokens=8, with_sinks=True)
     assert_like_reference(case, small_backend(**SMALL))
 
@@ -57,10 +57,10 @@ def test_long_segments_give_what_the_reference_gives(rule: tuple[str, int]) -> N
 @pytest.mark.parametrize("rule", [("full", 0), ("window", 100)], ids=str)
 def test_a_longer_neighbour_changes_nothing(rule: tuple[str, int]) -> None:
     """Bit for bit; it makes the tables wider and its own segments longer."""
-    for context in (40, 95, 200):
-        both = make_case(make_spec(*rule), [Ragged(context), Ragged(900)], num_heads=1, page_tokens=8)
+    for context in (40, 96):
+        both = make_case(make_spec(*rule), [Ragged(context), Ragged(300)], num_heads=1, page_tokens=8)
         expected = decode(both)[0][0]
-        for target_programs in (1, 4, 100):
+        for target_programs in (1, 100):
             assert torch.equal(decode(both, target_programs=target_programs)[0][0], expected)
         metadata = both.metadata
         width = (context + 8) // 8  # a table no wider than it takes
@@ -90,13 +90,13 @@ def test_a_longer_neighbour_changes_nothing(rule: tuple[str, int]) -> None:
         assert torch.equal(decode(case)[0][0], expected)
 
 
-@pytest.mark.parametrize("rule", [("full", 0), ("window", 200)], ids=str)
+@pytest.mark.parametrize("rule", [("full", 0), ("window", 250)], ids=str)
 def test_partial_results_take_bounded_memory(rule: tuple[str, int]) -> None:
     spec = make_spec(*rule, k_dim=16, v_dim=64)
-    case = make_case(spec, [Ragged(2000), Ragged(5), Ragged(0), Ragged(50)], num_heads=4, page_tokens=8)
+    case = make_case(spec, [Ragged(300), Ragged(5), Ragged(0)], num_heads=2, page_tokens=8)
     _, num_bytes = decode(case)
-    assert num_bytes == 4 * (3 + 1) * 4 * 64 * 4  # requests, segments and one more, heads, values, bytes
-    assert decode(case, max_segments=10_000)[1] > 3 * num_bytes
+    assert num_bytes == 3 * (3 + 1) * 2 * 64 * 4  # requests, segments and one more, heads, values, bytes
+    assert decode(case, max_segments=10_000)[1] > 4 * num_bytes
 
 
 def test_every_request_fits() -> None:
@@ -123,7 +123,7 @@ def test_how_long_segments_are() -> None:
 def test_what_is_launched_follows_from_the_tables_width() -> None:
     """So that a captured graph's scratch is that of any batch with tables as wide."""
     short = make_case(make_spec("full"), [Ragged(5), Ragged(9)], num_heads=2, page_tokens=8)
-    long = make_case(make_spec("full"), [Ragged(500), Ragged(9)], num_heads=2, page_tokens=8)
+    long = make_case(make_spec("full"), [Ragged(200), Ragged(9)], num_heads=2, page_tokens=8)
     width = long.metadata.block_tables.shape[1]
     tables = torch.full((2, width), -1)
     tables[:, : short.metadata.block_tables.shape[1]] = short.metadata.block_tables

@@ -28,7 +28,8 @@ def values_of_codes(dtype: torch.dtype) -> np.ndarray:
 def nearest_codes(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """uint8, like x (float): the nearest finite number's code, of two the even one; NaN is 0x7F or 0xFF."""
     finite = values_of_codes(dtype)[: FORMATS[dtype][1] + 1]
-    magnitude = np.minimum(np.abs(x.astype(np.float64)), finite[-1])
+    with np.errstate(invalid="ignore"):  # a float16's NaN may be a signalling one
+        magnitude = np.minimum(np.abs(x.astype(np.float64)), finite[-1])
     above = np.searchsorted(finite, magnitude).clip(0, len(finite) - 1)
     below = np.maximum(above - 1, 0)
     to_above, to_below = finite[above] - magnitude, magnitude - finite[below]

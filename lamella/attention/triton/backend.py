@@ -104,7 +104,7 @@ class TritonBackend:
             return self._tile
         head_dim = max(params.spec.k_dim, params.spec.v_dim)
         arch = device_arch(cache.keys.device)
-        itemsize_bytes = max(query.element_size(), cache.keys.element_size())  # of what is multiplied
+        itemsize_bytes = cache.keys.element_size() if query.element_size() == 2 else query.element_size()
         return choose_tile(kernel, arch, head_dim=head_dim, itemsize_bytes=itemsize_bytes)
 
 

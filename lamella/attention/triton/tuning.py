@@ -35,12 +35,14 @@ def _table() -> dict[str, Any]:
 
 def choose_tile(kernel: str, arch: str, *, head_dim: int, itemsize_bytes: int) -> Tile:
     """The tile of `kernel` ("decode" or "prefill") on `arch` ("sm_90", "gfx942", ...; one that the table lacks gets
-    "default"'s) for products of elements of `itemsize_bytes` and heads of `head_dim`, the larger of K's and V's.
+    "default"'s) for heads of `head_dim`, the larger of K's and V's. itemsize_bytes: of what is multiplied, or 1 for
+    pages of fp8 that are multiplied in 16 bits; for these, the table has rows where they need other tiles.
 
     Raises ConfigError for heads wider than any in the table.
     """
     archs = _table()[kernel]
-    rows = archs.get(arch, archs["default"])[f"{8 * itemsize_bytes}-bit"]
+    tables = archs.get(arch, archs["default"])
+    rows = tables["16-bit"] if itemsize_bytes == 1 and "8-bit" not in tables else tables[f"{8 * itemsize_bytes}-bit"]
     for row in rows:
         if head_dim <= row["max_head_dim"]:
             return Tile(row["block_m"], row["block_n"], row["num_warps"], row["num_stages"])
