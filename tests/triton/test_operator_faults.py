@@ -157,7 +157,7 @@ FAULTS = {
     "tiles of K counted from those of Q": Fault("heads", "tile -= query_tiles", "tile -= 0", many_heads),
     "values behind the last head": Fault("heads", " & (element < key_size)", "", many_heads),
     "rounded to the model's dtype": Fault(
-        "heads", "stored(x, target", "stored(x.to(tl.bfloat16), target", narrow_pages
+        "heads", "return stored(x, target", "return stored(x.to(tl.bfloat16), target", narrow_pages
     ),
 }
 
