@@ -3,8 +3,8 @@
     python -m lamella.attention.triton.compile_report --targets sm_80 sm_90 sm_100 gfx942
 
 One line per kernel, shape and target: registers, what was spilled, shared memory, matrix instructions. The exit code
-is 1 where decode or prefill spills more than SPILL_LIMITS allow, any kernel wants more shared memory than the target has,
-or a matrix kernel got no matrix instruction.
+is 1 where decode or prefill spills more than SPILL_LIMITS allow, any kernel wants more shared memory than the target
+has, or a matrix kernel got no matrix instruction.
 """
 
 from __future__ import annotations
