@@ -41,7 +41,7 @@ WINDOWS = [1, SEGMENT_TOKENS - 1, SEGMENT_TOKENS, SEGMENT_TOKENS + 1, 15, 17, 3 
 RULES = [("full", 0), *(("window", window) for window in WINDOWS), ("chunk", 24), ("chunk", SEGMENT_TOKENS)]
 FACTORS: dict[str, list[Any]] = {
     # All of them are at every edge below.
-    "rule": [("full", 0), ("window", 1), ("window", 31), ("window", 33), ("window", 96), ("chunk", 24)],
+    "rule": [("full", 0), ("window", 1), ("window", 33), ("window", 96), ("chunk", 24)],
     "head_dims": [(16, 16), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512), (24, 40)],
     "batch": list(BATCHES),
     "heads": [(1, 1), (4, 1), (6, 2), (3, 3), (20, 1)],

@@ -42,9 +42,9 @@ def test_an_engines_greedy_tokens_are_the_references(tmp_path: Path) -> None:
     one."""
     save_tiny_gemma(tmp_path, num_hidden_layers=3)
     generator = np.random.default_rng(5)
-    prompts = [generator.integers(6, 320, size=size).tolist() for size in (3, 40, 17)]
+    prompts = [generator.integers(6, 320, size=size).tolist() for size in (3, 34, 12)]
     prompts.append([*prompts[1][:30], 7, 8, 9])
-    max_tokens = [6, 3, 4, 2]
+    max_tokens = [4, 2, 3, 2]
     expected = generate(tmp_path, prompts, max_tokens, attention_backend="reference", device="cpu")
     assert len({tuple(tokens) for tokens in expected}) == 4
     assert generate(tmp_path, prompts, max_tokens, attention_backend="triton", device=DEVICE.type) == expected

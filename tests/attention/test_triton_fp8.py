@@ -43,6 +43,7 @@ def interesting_floats(dtype: torch.dtype) -> np.ndarray:
     return np.concatenate([halves, edges, -edges, others, -others])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # signalling NaNs
 @both_formats
 @every_backend
 def test_every_float_is_stored_as_the_nearest_number(backend: AttentionBackend, dtype: torch.dtype) -> None:

@@ -18,7 +18,14 @@ from tests.helpers.attention_cases import nan_arena
 from tests.helpers.triton_cases import DEVICE, make_spec
 
 # Of one rounding to the dtype, or of float32 arithmetic. The interpreter truncates where it makes bfloat16.
-RELATIVE = {torch.float32: 1e-5, torch.float16: 2.0**-11 * 1.01, torch.bfloat16: 2.0**-7}
+RELATIVE = {
+    torch.float32: 1e-5,
+    torch.float16: 2.0**-11 * 1.01,
+    torch.bfloat16: 2.0**-7,
+    torch.float8_e4m3fn: 2.0**-4 * 1.01,
+    torch.float8_e5m2: 2.0**-3 * 1.01,
+}
+ABSOLUTE = {torch.float8_e4m3fn: 2.0**-10, torch.float8_e5m2: 2.0**-17}  # half a step of the subnormal numbers
 PADDING = 13  # elements around the rows of an input
 
 
@@ -32,8 +39,12 @@ class Kernels:
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """expected: float64."""
-    torch.testing.assert_close(actual.cpu().double(), expected, rtol=RELATIVE[actual.dtype], atol=4e-6)
+    """expected: float64. What 8 bits cannot hold is their largest number."""
+    if actual.dtype in ABSOLUTE:
+        largest = torch.finfo(actual.dtype).max
+        expected = expected.clamp(-largest, largest)
+    absolute = ABSOLUTE.get(actual.dtype, 0.0) + 4e-6
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=RELATIVE[actual.dtype], atol=absolute)
 
 
 def random_rows(generator: torch.Generator, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -146,15 +146,18 @@ FAULTS = {
     ),
     "slot -1 is written": Fault("heads", "if slot >= 0:", "if slot >= -1:", uneven_heads),
     "scales the wrong way": Fault("heads", "tl.div_rn(x, scale)", "x * scale", uneven_heads),
-    "K's scale for V": Fault("heads", "value_row, value_scale)", "value_row, key_scale)", uneven_heads),
+    "K's scale for V": Fault("heads", "value_row, value_scale,", "value_row, key_scale,", uneven_heads),
     "one key head too many": Fault(
-        "heads", "key_scale, NUM_KV_HEADS, KV_TILE", "key_scale, NUM_KV_HEADS + 1, KV_TILE", many_heads
+        "heads",
+        "FP8_MANTISSA,\n                NUM_KV_HEADS,",
+        "FP8_MANTISSA,\n                NUM_KV_HEADS + 1,",
+        many_heads,
     ),
     "second tile lost": Fault("heads", "head = tile * TILE +", "head = tile * 0 +", many_heads),
     "tiles of K counted from those of Q": Fault("heads", "tile -= query_tiles", "tile -= 0", many_heads),
     "values behind the last head": Fault("heads", " & (element < key_size)", "", many_heads),
     "rounded to the model's dtype": Fault(
-        "heads", "x.to(target.dtype.element_ty)", "x.to(tl.bfloat16).to(target.dtype.element_ty)", narrow_pages
+        "heads", "return stored(x, target", "return stored(x.to(tl.bfloat16), target", narrow_pages
     ),
 }
 

@@ -35,10 +35,10 @@ HEADS: dict[str, list[Any]] = {
     "head_dim": [64, 96, 128, 256, 80, 16],
     "num_tokens": [5, 0, 1],
     "dtype": DTYPES,
-    "cache_dtype": [None, torch.float16, torch.float32],
+    "cache_dtype": [None, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2],
     "page_tokens": [1, 3, 16],
     "has_unslotted": [False, True],
-    "scales": [(1.0, 1.0), (0.3, 1.0), (1.0, 5.0), (0.7, 0.2)],
+    "scales": [(1.0, 1.0), (0.3, 1.0), (1.0, 5.0), (0.001, 0.2)],
 }
 
 # The interpreter computes exp in NumPy, which says when it overflows; to infinity is what the formulas ask for.
@@ -146,8 +146,7 @@ def test_pages_beyond_two_to_the_31_elements(tmp_path: Path) -> None:
 
 
 def test_pages_of_8_bit_floats() -> None:
-    """Heads of ones with signs, whose norm is 1, by weights that these floats hold: nothing is to be rounded. (The
-    interpreter rounds them wrongly: it loses the carry.)"""
+    """Heads of ones with signs, whose norm is 1, by weights that these floats hold: nothing is to be rounded."""
     generator = torch.Generator().manual_seed(4)
     levels = torch.tensor([0.5, 0.8125, -1.75, 3.25, 11.0, 416.0, 0.015625, -0.001953125])
     signs = torch.randint(2, (3, 2 * 32), generator=generator) * 2.0 - 1

@@ -95,6 +95,10 @@ def launches() -> Iterator[Launch]:
         constants |= {"key_scale": None, "value_scale": None}
         row_bytes = (2 * (num_heads + 2 * num_kv_heads) + 1) * head_dim * ITEMSIZE_BYTES[dtype]  # with cos and sin
         yield Launch("heads", name, heads.heads_kernel, constants, row_bytes, dtype)
+    constants = heads.heads_constants(32, 16, 128, page_tokens=16, fp8_mantissa=3)
+    types = (("keys", "*u8"), ("values", "*u8"))
+    row_bytes = 2 * 2 * 32 * 128 + 3 * 2 * 16 * 128 + 2 * 128
+    yield Launch("heads", "gemma-3-27b, fp8 with scales", heads.heads_kernel, constants, row_bytes, types=types)
     for name, width, kind in (
         ("gemma-3-270m", 2048, "gelu_tanh"),
         ("gemma-3-27b", 21504, "gelu_tanh"),
@@ -103,9 +107,14 @@ def launches() -> Iterator[Launch]:
         constants = activation.gated_constants(width, kind)
         yield Launch("gated", f"{name}, {kind}", activation.gated_kernel, constants, 3 * width * 2)
     vocab = 262144
-    types = (("out", "*fp32"),)
-    constants = activation.softcap_constants(vocab)
-    yield Launch("softcap", f"{vocab} logits", activation.softcap_kernel, constants, vocab * (2 + 4), types=types)
+    yield Launch(
+        "softcap",
+        f"{vocab} logits",
+        activation.softcap_kernel,
+        activation.softcap_constants(vocab),
+        vocab * (2 + 4),
+        types=(("out", "*fp32"),),
+    )
 
 
 def compile_launch(launch: Launch, target: str) -> Measured:

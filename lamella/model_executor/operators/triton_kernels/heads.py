@@ -41,11 +41,11 @@ def move_heads(
     sin,
     eps,
     scale,
+    FP8_MANTISSA: tl.constexpr,
     NUM: tl.constexpr,
     TILE: tl.constexpr,
     DIM: tl.constexpr,
     HALF_PADDED: tl.constexpr,
-    FP8_MANTISSA: tl.constexpr,
 ):
     """Of NUM heads that follow each other at `source` and at `target`, the TILE from tile * TILE on: each normed, its
     first half rotated against the second, and stored as `as_stored` has it."""
@@ -109,7 +109,7 @@ def heads_kernel(
     sin += token * rotary_row_stride
     if tile < query_tiles:
         target = query + token * query_size
-        move_heads(row, target, tile, query_weight, cos, sin, eps, None, NUM_HEADS, QUERY_TILE, DIM, HALF_PADDED, 0)
+        move_heads(row, target, tile, query_weight, cos, sin, eps, None, 0, NUM_HEADS, QUERY_TILE, DIM, HALF_PADDED)
     elif NUM_KV_HEADS > 0:
         slot = tl.load(slots + token)  # 64 bits: an arena may have more than 2^31 elements
         if slot >= 0:
@@ -127,11 +127,11 @@ def heads_kernel(
                 sin,
                 eps,
                 key_scale,
+                FP8_MANTISSA,
                 NUM_KV_HEADS,
                 KV_TILE,
                 DIM,
                 HALF_PADDED,
-                FP8_MANTISSA,
             )
             in_tile = tl.arange(0, VALUE_BLOCK)
             element = tile * (KV_TILE * DIM) + in_tile
@@ -157,8 +157,8 @@ def transform_heads(
     its dtype.
 
     Rows may lie apart. num_heads 0: K and V alone; num_kv_heads 0: queries alone, and nothing is written. The cache is
-    token-major, of any float dtype; it gets K / k_scale and V / v_scale. cos and sin cover whole heads:
-    [T, 1, head_dim / 2]. Raises InvariantError for other shapes.
+    token-major, of any float dtype; it gets K / k_scale and V / v_scale, in 8 bits at most the largest finite number.
+    cos and sin cover whole heads: [T, 1, head_dim / 2]. Raises InvariantError for other shapes.
     """
     head_dim = 2 * transform.cos.shape[-1]
     check_rows("columns", columns, (num_heads + 2 * num_kv_heads) * head_dim)
@@ -199,7 +199,8 @@ def transform_heads(
 def heads_constants(
     num_heads: int, num_kv_heads: int, head_dim: int, *, page_tokens: int, fp8_mantissa: int = 0
 ) -> dict[str, Any]:
-    """Compile-time constants and launch options of `heads_kernel`."""
+    """Compile-time constants and launch options of `heads_kernel`. fp8_mantissa: FP8_MANTISSA of the attention
+    kernels."""
     half_padded = triton.next_power_of_2(head_dim // 2)
 
     def tile(num: int) -> int:
