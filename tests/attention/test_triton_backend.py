@@ -33,15 +33,15 @@ from tests.helpers.triton_cases import (
 BATCHES = {
     "decodes": [Ragged(0), Ragged(70), Ragged(31)],
     "one decode": [Ragged(64)],
-    "prefills": [Ragged(0, 20), Ragged(70, 9)],
+    "prefills": [Ragged(0, 18), Ragged(50, 5)],
     "mixed": [Ragged(33), Ragged(0, 17), Ragged(40, 3), Ragged(7, 1)],
     "resumed": [Ragged(50, 1, 37), Ragged(45, 9, 45), Ragged(60, 5, 33)],
 }
 WINDOWS = [1, SEGMENT_TOKENS - 1, SEGMENT_TOKENS, SEGMENT_TOKENS + 1, 15, 17, 3 * SEGMENT_TOKENS]
 RULES = [("full", 0), *(("window", window) for window in WINDOWS), ("chunk", 24), ("chunk", SEGMENT_TOKENS)]
 FACTORS: dict[str, list[Any]] = {
-    # All of them are at every edge below.
-    "rule": [("full", 0), ("window", 1), ("window", 33), ("window", 96), ("chunk", 24)],
+    # All RULES are below, at every edge.
+    "rule": [("full", 0), ("window", 1), ("window", SEGMENT_TOKENS + 1), ("chunk", 24)],
     "head_dims": [(16, 16), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512), (24, 40)],
     "batch": list(BATCHES),
     "heads": [(1, 1), (4, 1), (6, 2), (3, 3), (20, 1)],

@@ -51,12 +51,12 @@ def check(rows: list[list[str]]) -> None:
 
 
 def test_kernels_compile(tmp_path: Path, record_property: Any) -> None:
-    """Decode and prefill of each shape for one target, the other kernels of half of the shapes for each."""
+    """Decode of each shape for one target, prefill of every second, the other kernels for half of the shapes."""
     code, rows, printed = report(tmp_path, "--targets", *TARGETS, "--sample")
     assert code == 0, printed
     assert len(rows) >= 100
-    for kernel in ("decode", "prefill"):
-        assert sorted(row[2] for row in rows if row[1] == kernel) == sorted(named.name for named in SHAPES)
+    for kernel, step in (("decode", 1), ("prefill", 2)):
+        assert sorted(row[2] for row in rows if row[1] == kernel) == sorted(named.name for named in SHAPES[::step])
     for target in TARGETS:
         assert {row[1] for row in rows if row[0] == target} == {kernel.name for kernel in kernels(SHAPES[0], target)}
     check(rows)

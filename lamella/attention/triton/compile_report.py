@@ -253,10 +253,12 @@ def problem(kernel: Kernel, named: NamedShape, target: str, measured: Measured) 
 
 
 def _is_in_sample(kernel: str, shape: int, target: int, num_targets: int) -> bool:
-    """Targets take turns: one compiles a shape's decode, another its prefill (which take seconds), half of them the
-    rest."""
-    if kernel in ("decode", "prefill"):
-        return (shape + 2 * (kernel == "prefill")) % num_targets == target
+    """Targets take turns: one compiles a shape's decode, one every second shape's prefill (which take seconds), and
+    every second one the rest."""
+    if kernel == "decode":
+        return shape % num_targets == target
+    if kernel == "prefill":
+        return shape % 2 == 0 and shape // 2 % num_targets == target
     return (shape + target) % 2 == 0
 
 
