@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,25 +265,10 @@ def _is_in_sample(kernel: str, shape: int, target: int, num_targets: int) -> boo
     return (shape + target) % 2 == 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Compile the attention kernels and report what they need of a GPU.")
-    parser.add_argument("--targets", nargs="+", choices=sorted(SHARED_LIMITS), default=sorted(SHARED_LIMITS))
-    parser.add_argument(
-        "--shapes", nargs="+", default=[""], help="only shapes of these names, or with these in their names"
-    )
-    parser.add_argument("--kernels", nargs="+", default=None, help="only these kernels, such as decode and prefill")
-    parser.add_argument("--sample", action="store_true", help="only part of it, but every kernel for every target")
-    parser.add_argument("--by-shape", action="store_true", help="print a table with a column per target at the end")
-    options = parser.parse_args(arguments)
-    if triton.knobs.runtime.interpret:
-        parser.error("TRITON_INTERPRET is set: kernels are interpreted and cannot be compiled; unset it")
-
-    print("| target | kernel | shape | registers | spilled | shared memory, bytes | matrix instructions |")
-    print("|---|---|---|---|---|---|---|")
-    problems = []
-    cells: dict[tuple[str, str], dict[str, str]] = {}  # kernel and shape -> target -> what the table has
+def selected(options: argparse.Namespace) -> Iterator[tuple[str, NamedShape, Kernel]]:
+    """(target, layer, kernel) of each compilation that the command line asks for. What does not depend on the shape
+    comes once."""
     names = {named.name for named in SHAPES}
-    # What does not depend on the shape is compiled once.
     seen = set()
     for turn, target in enumerate(options.targets):
         for index, named in enumerate(SHAPES):
@@ -293,18 +281,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if options.sample and not _is_in_sample(kernel.name, index, turn, len(options.targets)):
                     continue
                 seen.add(key)
-                measured = compile_kernel(kernel, named, target)
-                cells.setdefault((kernel.name, named.name), {})[target] = (
-                    f"{measured.registers} / {measured.spilled} / {measured.shared_bytes / 1024:.0f}"
-                )
-                wrong = problem(kernel, named, target, measured)
-                if wrong is not None:
-                    problems.append(f"{target} {kernel.name}, {named.name}: {wrong}")
-                print(
-                    f"| {target} | {kernel.name} | {named.name} | {measured.registers} | {measured.spilled} | "
-                    f"{measured.shared_bytes} | {', '.join(measured.matrix_instructions) or '-'} |",
-                    flush=True,
-                )
+                yield target, named, kernel
+
+
+def compile_named(target: str, shape: str, kernel: str) -> Measured:
+    """`compile_kernel` by names, which is what goes from process to process."""
+    named = next(named for named in SHAPES if named.name == shape)
+    return compile_kernel(next(one for one in kernels(named, target) if one.name == kernel), named, target)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compile the attention kernels and report what they need of a GPU.")
+    parser.add_argument("--targets", nargs="+", choices=sorted(SHARED_LIMITS), default=sorted(SHARED_LIMITS))
+    parser.add_argument(
+        "--shapes", nargs="+", default=[""], help="only shapes of these names, or with these in their names"
+    )
+    parser.add_argument("--kernels", nargs="+", default=None, help="only these kernels, such as decode and prefill")
+    parser.add_argument("--sample", action="store_true", help="only part of it, but every kernel for every target")
+    parser.add_argument("--by-shape", action="store_true", help="print a table with a column per target at the end")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
+    options = parser.parse_args(arguments)
+    if triton.knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set: kernels are interpreted and cannot be compiled; unset it")
+
+    print("| target | kernel | shape | registers | spilled | shared memory, bytes | matrix instructions |")
+    print("|---|---|---|---|---|---|---|")
+    problems = []
+    cells: dict[tuple[str, str], dict[str, str]] = {}  # kernel and shape -> target -> what the table has
+    compilations = list(selected(options))
+    # Started anew, not forked: what torch and the compilers keep of threads does not survive a fork.
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        names = ((target, named.name, kernel.name) for target, named, kernel in compilations)
+        results = pool.map(compile_named, *zip(*names, strict=True)) if compilations else ()
+        for (target, named, kernel), measured in zip(compilations, results, strict=True):
+            cells.setdefault((kernel.name, named.name), {})[target] = (
+                f"{measured.registers} / {measured.spilled} / {measured.shared_bytes / 1024:.0f}"
+            )
+            wrong = problem(kernel, named, target, measured)
+            if wrong is not None:
+                problems.append(f"{target} {kernel.name}, {named.name}: {wrong}")
+            print(
+                f"| {target} | {kernel.name} | {named.name} | {measured.registers} | {measured.spilled} | "
+                f"{measured.shared_bytes} | {', '.join(measured.matrix_instructions) or '-'} |",
+                flush=True,
+            )
     if options.by_shape:
         print("\nregisters / spilled / shared memory in KiB\n")
         print("| kernel | shape | " + " | ".join(options.targets) + " |")
@@ -312,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for (kernel_name, shape_name), by_target in sorted(cells.items(), key=lambda item: item[0][0]):
             columns = " | ".join(by_target.get(target, "") for target in options.targets)
             print(f"| {kernel_name} | {shape_name} | {columns} |")
-    print(f"\n{len(seen)} compilations with Triton {triton.__version__}")
+    print(f"\n{len(compilations)} compilations with Triton {triton.__version__}")
     for line in problems:
         print(f"not as it must be: {line}")
     return 1 if problems else 0
