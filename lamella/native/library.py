@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from lamella.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 PANEL = 16  # columns of a packed weight, tokens of a K panel: csrc/vec.h
@@ -37,8 +39,15 @@ class NativeLibrary:
         self._library = ctypes.CDLL(str(path))
 
     def function(self, name: str, *argtypes: type, restype: type | None = None):
-        """The exported function `lamella_<name>`; releases the GIL while it runs."""
-        function = getattr(self._library, f"lamella_{name}")
+        """The exported function `lamella_<name>`; releases the GIL while it runs. Raises ConfigError where the build
+        lacks it."""
+        try:
+            function = getattr(self._library, f"lamella_{name}")
+        except AttributeError:
+            raise ConfigError(
+                f"the native kernels at {self.path} have no lamella_{name}: they were compiled from other sources; "
+                f"reinstall lamella or run lamella/native/build.py, or set {SWITCH}=0 for the torch path"
+            ) from None
         function.argtypes = argtypes
         function.restype = restype
         return function

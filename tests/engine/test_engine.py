@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 
 import numpy as np
@@ -405,30 +404,6 @@ def test_salted_prompts_share_nothing(llm):
     for salt, hits in (("a", 0), ("b", 0), ("a", 49)):
         salted = {"prompt_token_ids": prompt, "cache_salt": salt}
         assert llm.generate([salted], GREEDY, use_tqdm=False)[0].num_cached_tokens == hits
-
-
-def test_without_parameters_the_models_own_defaults_hold(tmp_path):
-    save_tiny_gemma(tmp_path)
-    path = tmp_path / "generation_config.json"
-    for given, expected in (
-        (
-            {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "eos_token_id": 1},
-            SamplingParams(temperature=0.7, top_k=5, top_p=0.9),
-        ),
-        ({"do_sample": False, "temperature": 0.7}, SamplingParams(temperature=0)),
-        (
-            {"do_sample": False, "repetition_penalty": 1.2, "top_p": None},
-            SamplingParams(temperature=0, repetition_penalty=1.2),
-        ),
-        ({"repetition_penalty": 1.1}, SamplingParams(repetition_penalty=1.1)),
-        ({}, SamplingParams()),
-    ):
-        path.write_text(json.dumps(given))
-        with LLM(str(tmp_path), **ARGUMENTS) as llm:
-            assert llm.get_default_sampling_params() == expected
-            if expected.is_greedy:
-                asked = llm.generate("the cat", expected, use_tqdm=False)
-                assert tokens(llm.generate("the cat", use_tqdm=False)[0]) == tokens(asked[0])
 
 
 def test_the_progress_bar_counts_tokens(llm):

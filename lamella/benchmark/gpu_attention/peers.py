@@ -16,6 +16,7 @@ import torch
 
 from lamella.attention.backend import AttentionBackend
 from lamella.benchmark.gpu_attention.batches import Batch
+from lamella.errors import ConfigError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 # -> outputs [num_requests * num_new, num_heads, v_dim]
@@ -60,7 +61,7 @@ class _NoBackend:
     name = "no backend"
 
     def __getattr__(self, attribute: str) -> Any:
-        raise NotImplementedError("no operator takes the layer's heads on this device")
+        raise ConfigError("no operator takes the layer's heads on this device")
 
 
 def xformers(batch: Batch) -> Call:
@@ -135,7 +136,7 @@ def _window(batch: Batch) -> tuple[int, int]:
     """(keys to the left, keys to the right) of a query's own as flash-attn counts them, -1 for all."""
     spec = batch.work.spec
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        raise NotImplementedError("has no chunked-local mask")
+        raise ConfigError("has no chunked-local mask")
     return (-1, -1) if spec.reach_tokens is None else (spec.reach_tokens - 1, 0)
 
 
