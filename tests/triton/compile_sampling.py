@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lamella.attention.triton.compile_report import _amd_registers, _nvidia_registers
+from lamella.attention.triton.compile_report import amd_registers, nvidia_registers
 from lamella.model_executor.device_sampling.launches import launches
 
 
@@ -39,11 +39,11 @@ def main(target: str, wanted: str) -> None:
         source = ASTSource(launch.kernel, launch.signature, launch.constants, attributes)
         compiled = triton.compile(source, target=gpu, options=launch.options)
         if is_nvidia:
-            registers, spilled = _nvidia_registers(compiled.asm["cubin"])
+            registers, spilled = nvidia_registers(compiled.asm["cubin"])
             # A few bytes of stack may be set aside and never touched.
             spilled = spilled if re.search(r"\b(LDL|STL)\b", disassembly(compiled.asm["cubin"])) else 0
         else:
-            registers, spilled = _amd_registers(compiled.asm["amdgcn"])
+            registers, spilled = amd_registers(compiled.asm["amdgcn"])
         measured = {"registers": registers, "spilled": spilled, "shared_bytes": compiled.metadata.shared}
         print(json.dumps({"name": launch.name, **measured}), flush=True)
 

@@ -214,12 +214,12 @@ def compile_kernel(kernel: Kernel, named: NamedShape, target: str) -> Measured:
     gpu = GPUTarget("cuda", int(target[3:]), 32) if is_nvidia else GPUTarget("hip", target, 64)
     compiled = triton.compile(source, target=gpu, options=kernel.tile.launch_options)
     text = compiled.asm["ptx" if is_nvidia else "amdgcn"]
-    registers, spilled = _nvidia_registers(compiled.asm["cubin"]) if is_nvidia else _amd_registers(text)
+    registers, spilled = nvidia_registers(compiled.asm["cubin"]) if is_nvidia else amd_registers(text)
     found = tuple(name for name in MATRIX_INSTRUCTIONS if name in text)
     return Measured(registers, spilled, compiled.metadata.shared, found)
 
 
-def _nvidia_registers(cubin: bytes) -> tuple[int, int]:
+def nvidia_registers(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of stack) per thread. Kernels without arrays have a stack only for what was spilled."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -233,7 +233,7 @@ def _nvidia_registers(cubin: bytes) -> tuple[int, int]:
     return int(registers[1]), int(stack[1])
 
 
-def _amd_registers(assembly: str) -> tuple[int, int]:
+def amd_registers(assembly: str) -> tuple[int, int]:
     """(vector registers, of which spilled) per thread."""
     registers = re.search(r"\.vgpr_count:\s*(\d+)", assembly)
     spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", assembly)

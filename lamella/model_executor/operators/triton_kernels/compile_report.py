@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lamella.attention.triton.compile_report import SHARED_LIMITS, _amd_registers, _nvidia_registers
+from lamella.attention.triton.compile_report import SHARED_LIMITS, amd_registers, nvidia_registers
 from lamella.model_executor.operators.triton_kernels import activation, heads, norm
 
 LAUNCH_OPTIONS = ("num_warps", "enable_fp_fusion")
@@ -131,9 +131,7 @@ def compile_launch(launch: Launch, target: str) -> Measured:
     is_nvidia = target.startswith("sm_")
     gpu = GPUTarget("cuda", int(target[3:]), 32) if is_nvidia else GPUTarget("hip", target, 64)
     compiled = triton.compile(source, target=gpu, options=launch.options)
-    registers, spilled = (
-        _nvidia_registers(compiled.asm["cubin"]) if is_nvidia else _amd_registers(compiled.asm["amdgcn"])
-    )
+    registers, spilled = nvidia_registers(compiled.asm["cubin"]) if is_nvidia else amd_registers(compiled.asm["amdgcn"])
     return Measured(registers, spilled, compiled.metadata.shared)
 
 
