@@ -18,7 +18,13 @@ from pathlib import Path
 
 import click
 
-from lamella.benchmark.compare_engines.engines import ENGINES, QUANTIZATIONS, EngineOptions, engine_setups
+from lamella.benchmark.compare_engines.engines import (
+    ENGINES,
+    LLAMA_CPP_CACHES,
+    QUANTIZATIONS,
+    EngineOptions,
+    engine_setups,
+)
 from lamella.benchmark.compare_engines.plot import plot_comparison
 from lamella.benchmark.compare_engines.report import comparison_report
 from lamella.benchmark.compare_engines.results import Comparison
@@ -46,6 +52,7 @@ POSITIVE = click.IntRange(min=1)
 @click.option("--transformers-python", help="an interpreter that has transformers  [default: this one]")
 @click.option("--openvino-python", help="an interpreter that has openvino-genai")
 @click.option("--llama-cpp-python", help="an interpreter that has llama-cpp-python")
+@click.option("--llama-cpp-cache", default="split", help=f"comma-separated, a line each: {', '.join(LLAMA_CPP_CACHES)}")
 @click.option("--vllm-preload", help="libraries with ':' between them  [default: TCMalloc and libiomp5 where found]")
 @click.option("--kv-cache-gib", type=POSITIVE, default=4, help="KV memory of lamella, vllm and openvino")
 @click.option("--num-requests", type=POSITIVE, help="of every workload, instead of its own number")
@@ -59,8 +66,9 @@ POSITIVE = click.IntRange(min=1)
 @click.option("--output-markdown", type=click.Path(), help="file for what is printed")
 @click.option("--plot", "plot_file", type=click.Path(), help="PNG file for a plot of the times")
 def main(model, engines, workloads, repeats, threads, quantization, gguf, openvino_model, vllm_python,
-         transformers_python, openvino_python, llama_cpp_python, vllm_preload, kv_cache_gib, num_requests, input_tokens,
-         shared_tokens, output_tokens, seed, timeout, output_json, output_markdown, plot_file) -> None:  # fmt: skip
+         transformers_python, openvino_python, llama_cpp_python, llama_cpp_cache, vllm_preload, kv_cache_gib,
+         num_requests, input_tokens, shared_tokens, output_tokens, seed, timeout, output_json, output_markdown,
+         plot_file) -> None:  # fmt: skip
     try:
         for name, path in (("output_json", output_json), ("output_markdown", output_markdown)):
             _check_folder(name, path)
@@ -87,6 +95,7 @@ def main(model, engines, workloads, repeats, threads, quantization, gguf, openvi
             gguf=gguf,
             openvino_model=openvino_model,
             vllm_preload=vllm_preload,
+            llama_cpp_caches=tuple(llama_cpp_cache.split(",")),
         )
         setups = engine_setups(engines, options)
         comparison = compare(

@@ -4,6 +4,7 @@ import json
 import runpy
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,8 @@ class TestRefusals:
             (("--engines", "llama.cpp", "--llama-cpp-python", sys.executable),
              "engine 'llama.cpp' needs a .gguf file; pass it as --gguf"),
             (("--engines", "lamella-gguf", "--gguf", "no.gguf"), "gguf='no.gguf' does not exist"),
+            (("--engines", "llama.cpp", "--llama-cpp-python", sys.executable, "--gguf", __file__,
+              "--llama-cpp-cache", "split,one"), "llama_cpp_cache 'one' is not known; choose of split, unified"),
             (("--quantization", "int3"), "quantization 'int3' is not known; choose of none, int8, w8a8"),
             (("--output-json", "/no/such/folder/out.json"), "its folder does not exist"),
             (("--plot", "out.svg"), "give a name that ends in .png"),
@@ -131,6 +134,17 @@ class TestSetups:
             )
             given = options(model[0], interpreters=interpreters, openvino_model=str(tmp_path))
             assert engine_setups("openvino", given)[0].precision == precision
+
+    def test_llama_cpp_is_there_once_per_cache(self, model, gguf):
+        interpreters = {"llama.cpp": sys.executable}
+        given = options(model[0], interpreters=interpreters, gguf=str(gguf))
+        assert [(one.name, one.settings["kv_unified"]) for one in engine_setups("llama.cpp", given)] == [
+            ("llama.cpp", False)
+        ]
+        both = replace(given, llama_cpp_caches=("unified", "split"))
+        assert [(one.name, one.settings["kv_unified"]) for one in engine_setups("llama.cpp", both)] == [
+            ("llama.cpp-unified", True), ("llama.cpp", False),
+        ]  # fmt: skip
 
     def test_a_link_out_of_a_virtual_environment_is_not_followed(self, model, tmp_path):
         link = tmp_path / "python"

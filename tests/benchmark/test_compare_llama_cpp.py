@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,3 +88,38 @@ def test_one_token_needs_no_step(driver):
     context = FakeContext(batch_tokens=16)
     assert driver.run(context, [[3, 4]], 1, 0) == [one_by_one([3, 4], 1)]
     assert context.batch_sizes == [2]
+
+
+class FakeLibrary(SimpleNamespace):
+    """As much of llama-cpp-python as a context is made with; keeps the parameters of each."""
+
+    def __init__(self):
+        super().__init__(made=[])
+
+    def llama_context_default_params(self):
+        return SimpleNamespace()
+
+    def llama_init_from_model(self, model, params):
+        self.made.append(params)
+        return "context"
+
+    def __getattr__(self, name):
+        if not name.startswith("llama_"):
+            raise AttributeError(name)
+        return lambda *arguments: name.encode()
+
+
+@pytest.mark.parametrize(
+    ("kv_unified", "num_shared", "expected"),
+    [(False, 0, (False, 3 * 7)), (True, 0, (True, 3 * 7)), (False, 4, (True, 4 + 3 * 7)), (True, 4, (True, 4 + 3 * 7))],
+)
+def test_one_buffer_where_it_is_asked_for_or_a_prefix_is_shared(driver, monkeypatch, kv_unified, num_shared, expected):
+    library = FakeLibrary()
+    monkeypatch.setitem(sys.modules, "llama_cpp", library)
+    monkeypatch.setattr(driver, "run", lambda context, prompts, output_tokens, shared_tokens: prompts)
+    generate, told = driver.load({"model": "m.gguf", "num_threads": 2, "kv_unified": kv_unified})
+    generate([[1] * (num_shared + 5)] * 3, 2, num_shared)
+    (params,) = library.made
+    assert (params.kv_unified, params.n_ctx) == expected
+    assert params.n_seq_max == 3
+    assert told["kv_unified"] == (True if kv_unified else "where a prefix is shared")

@@ -18,6 +18,7 @@ from lamella.model_executor.gguf_files import read_gguf_header
 DRIVERS = Path(__file__).with_name("drivers")
 PACKAGE_ROOT = Path(__file__).parents[3]
 QUANTIZATIONS = ("none", "int8", "w8a8", "gguf")
+LLAMA_CPP_CACHES = ("split", "unified")
 FP32 = "fp32"
 
 
@@ -49,6 +50,8 @@ class EngineOptions:
     model: folder in Hugging Face layout; lamella takes whatever it can load. max_model_len: tokens of the longest
     request. interpreters: engine -> program. quantizations: a lamella each, of QUANTIZATIONS; empty: one that is given
     no such argument. kv_cache_gib: KV memory for engines that are told how much. vllm_preload: None looks for it.
+    llama_cpp_caches: a llama.cpp each, of LLAMA_CPP_CACHES: a buffer for each sequence unless they share a prefix, or
+    one for all.
     """
 
     model: str
@@ -60,6 +63,7 @@ class EngineOptions:
     gguf: str | None = None
     openvino_model: str | None = None
     vllm_preload: str | None = None
+    llama_cpp_caches: tuple[str, ...] = ("split",)
 
 
 def engine_setups(names: str, options: EngineOptions) -> list[EngineSetup]:
@@ -148,9 +152,19 @@ def _openvino(options: EngineOptions) -> list[EngineSetup]:
 def _llama_cpp(options: EngineOptions) -> list[EngineSetup]:
     python = _interpreter("llama.cpp", options)
     gguf = _required(options.gguf, "llama.cpp", "gguf", "a .gguf file")
-    settings = _settings(options, model=gguf)
-    command = (python, str(DRIVERS / "llama_cpp_driver.py"))
-    return [EngineSetup("llama.cpp", _gguf_precision(Path(gguf)), command, settings, _foreign_variables(options))]
+    for cache in options.llama_cpp_caches:
+        if cache not in LLAMA_CPP_CACHES:
+            raise ConfigError(f"llama_cpp_cache {cache!r} is not known; choose of {', '.join(LLAMA_CPP_CACHES)}")
+    return [
+        EngineSetup(
+            name="llama.cpp" if cache == "split" else f"llama.cpp-{cache}",
+            precision=_gguf_precision(Path(gguf)),
+            command=(python, str(DRIVERS / "llama_cpp_driver.py")),
+            settings={**_settings(options, model=gguf), "kv_unified": cache == "unified"},
+            environment=_foreign_variables(options),
+        )
+        for cache in dict.fromkeys(options.llama_cpp_caches)
+    ]
 
 
 _MAKERS: dict[str, Callable[[EngineOptions], list[EngineSetup]]] = {

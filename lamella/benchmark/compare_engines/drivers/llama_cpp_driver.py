@@ -16,7 +16,7 @@ MICRO_BATCH_TOKENS = 512  # llama.cpp's own default
 class Context:
     """A KV cache for the sequences of one workload."""
 
-    def __init__(self, lib, model, num_threads, num_sequences, num_tokens, is_shared):
+    def __init__(self, lib, model, num_threads, num_sequences, num_tokens, is_unified):
         params = lib.llama_context_default_params()
         params.n_seq_max = num_sequences
         params.n_batch = BATCH_TOKENS
@@ -24,9 +24,9 @@ class Context:
         params.n_threads = params.n_threads_batch = num_threads
         # Of one buffer every step attends to all cells, the other sequences' masked; with a buffer per sequence a
         # prefix cannot be shared. llama.cpp's advice is one buffer where sequences share much, else one each.
-        params.kv_unified = is_shared
+        params.kv_unified = is_unified
         params.swa_full = False
-        if is_shared:
+        if is_unified:
             params.n_ctx = num_tokens
         else:
             params.n_ctx = num_tokens // num_sequences * num_sequences
@@ -88,7 +88,7 @@ def load(settings):
         num_own = len(prompts[0]) - shared_tokens + output_tokens
         context = Context(
             lib, model, settings["num_threads"], len(prompts),
-            shared_tokens + num_own * len(prompts), shared_tokens > 0,
+            shared_tokens + num_own * len(prompts), settings["kv_unified"] or shared_tokens > 0,
         )  # fmt: skip
         try:
             return run(context, prompts, output_tokens, shared_tokens)
@@ -100,7 +100,7 @@ def load(settings):
         "n_ubatch": MICRO_BATCH_TOKENS,
         "swa_full": False,
         "KV": "float16, the default",
-        "kv_unified": "where a prefix is shared",
+        "kv_unified": settings["kv_unified"] or "where a prefix is shared",
         "system": lib.llama_print_system_info().decode(),
     }
 
