@@ -161,7 +161,11 @@ def _read_prompts(path: Path) -> list[Any]:
 
 def _output_text(output: Any) -> str:
     prompt = output.prompt if output.prompt is not None else output.prompt_token_ids
-    return "\n".join(f"Prompt: {prompt!r}\nCompletion: {completion.text!r}" for completion in output.outputs)
+    return "\n".join(
+        f"Prompt: {prompt!r}\nCompletion: {completion.text!r}"
+        + (f"\nError: {completion.stop_reason}" if completion.finish_reason == "error" else "")
+        for completion in output.outputs
+    )
 
 
 def _output_json(output: Any) -> dict[str, Any]:
@@ -175,6 +179,7 @@ def _output_json(output: Any) -> dict[str, Any]:
                 "text": completion.text,
                 "token_ids": list(completion.token_ids),
                 "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
             }
             for completion in output.outputs
         ],

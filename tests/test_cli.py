@@ -2,6 +2,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -9,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import lamella.cli
-from lamella import EngineConfig, ModelLoadError, SamplingParams
+from lamella import CompletionOutput, EngineConfig, ModelLoadError, SamplingParams
 from tests.helpers.fake_llm import FakeLLM
 
 
@@ -46,6 +47,24 @@ def test_prompts_are_completed_in_order(made):
     assert made[0].is_closed
 
 
+def test_a_failed_request_says_why(made, monkeypatch):
+    def answer(self, index, prompt, params):
+        output = answer_of_all(self, index, prompt, params)
+        failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason="no token can be chosen")
+        return replace(output, outputs=[failed]) if index == 0 else output
+
+    answer_of_all = FakeLLM._answer
+    monkeypatch.setattr(FakeLLM, "_answer", answer)
+    arguments = ("--prompt", "one two", "--prompt", "three", "--max-tokens", "1")
+    assert generate(*arguments).stdout == (
+        "Prompt: 'one two'\nCompletion: ''\nError: no token can be chosen\nPrompt: 'three'\nCompletion: 'seven '\n"
+    )
+    first, _ = map(json.loads, generate(*arguments, "--json").stdout.splitlines())
+    assert first["outputs"] == [
+        {"text": "", "token_ids": [], "finish_reason": "error", "stop_reason": "no token can be chosen"}
+    ]
+
+
 def test_json_lines(made):
     result = generate("--prompt", "one two", "--prompt", "é", "--max-tokens", "1", "--json")
     assert [json.loads(line) for line in result.stdout.splitlines()] == [
@@ -54,7 +73,7 @@ def test_json_lines(made):
             "prompt": prompt,
             "num_prompt_tokens": num_prompt_tokens,
             "num_cached_tokens": num_cached_tokens,
-            "outputs": [{"text": "seven ", "token_ids": [7], "finish_reason": "length"}],
+            "outputs": [{"text": "seven ", "token_ids": [7], "finish_reason": "length", "stop_reason": None}],
         }
         for index, (prompt, num_prompt_tokens, num_cached_tokens) in enumerate([("one two", 2, 0), ("é", 1, 2)])
     ]

@@ -16,7 +16,7 @@ import numpy as np
 from lamella import LLM, SamplingParams
 from lamella.benchmark.dataset_options import DatasetOptions
 from lamella.benchmark.requests import BenchmarkRequest, DrawContext, draw_requests
-from lamella.errors import ConfigError
+from lamella.errors import ConfigError, LamellaError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,14 +144,21 @@ def run_throughput(args: ThroughputArgs, llm_factory: Callable[..., LLM] = LLM) 
 
 
 def _generate(llm: LLM, requests: tuple[BenchmarkRequest, ...], temperature: float) -> tuple[float, list[Any]]:
-    """(seconds, outputs) of one call to generate."""
+    """(seconds, outputs) of one call to generate. Raises LamellaError where a request ended with an error."""
     prompts = [request.prompt_token_ids for request in requests]
     params = [
         SamplingParams(temperature=temperature, max_tokens=request.output_len, ignore_eos=True) for request in requests
     ]
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
-    return time.perf_counter() - start, outputs
+    elapsed_seconds = time.perf_counter() - start
+    for output in outputs:
+        for completion in output.outputs:
+            if completion.finish_reason == "error":
+                raise LamellaError(
+                    f"request {output.request_id} failed, so the time is of no use: {completion.stop_reason}"
+                )
+    return elapsed_seconds, outputs
 
 
 def _warmup_requests(requests: tuple[BenchmarkRequest, ...], context: DrawContext) -> tuple[BenchmarkRequest, ...]:

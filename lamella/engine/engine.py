@@ -159,7 +159,8 @@ class Engine:
         """Run one step of the batch; returns the outputs of requests that got a token (or, for
         FINAL_ONLY, that finished). With async scheduling the next step is launched before this one's outputs are made.
 
-        If a step fails, its requests and those of a step launched after it wait again, and the error is raised."""
+        A request whose logits are no numbers ends alone, with finish_reason "error". If a step fails, its requests and
+        those of a step launched after it wait again, and the error is raised."""
         loaded = self._require_open()
         if not self._launched and not self._launch(loaded):
             return []

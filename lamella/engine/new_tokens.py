@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,6 +12,8 @@ import numpy as np
 from lamella.engine.request import Request
 from lamella.engine.request_rows import RequestRows
 from lamella.model_executor.step_plan import StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class NewToken(NamedTuple):
@@ -22,11 +25,12 @@ class NewToken(NamedTuple):
 
 class NewTokens(NamedTuple):
     """All tokens of a step, as columns; `each` goes through them one by one. ended: the requests that got their
-    last token."""
+    last token. failed: those that got none and ended with an error."""
 
     requests: list[Request]
     token_ids: list[int]
     ended: list[Request]
+    failed: list[Request]
 
     def each(self) -> Iterator[NewToken]:
         return map(NewToken, self.requests, self.token_ids)
@@ -34,7 +38,12 @@ class NewTokens(NamedTuple):
 
 def append_tokens(rows: RequestRows, sampled_rows: np.ndarray, result: StepResult) -> NewTokens:
     """Give each row (int64 [S]) its token. Python touches only requests to which more happens: a first token,
-    log-probabilities, an end."""
+    log-probabilities, an end. Requests for which none could be chosen end with an error."""
+    failed = []
+    if result.unusable:
+        failed = [_fail(rows, int(sampled_rows[index]), problem) for index, problem in result.unusable.items()]
+        usable = np.delete(np.arange(len(sampled_rows)), list(result.unusable))
+        sampled_rows, result = sampled_rows[usable], result.part(usable)
     token_ids = result.token_ids
     num_tokens = rows.num_tokens[sampled_rows]
     rows.tokens[sampled_rows, num_tokens] = token_ids
@@ -53,7 +62,14 @@ def append_tokens(rows: RequestRows, sampled_rows: np.ndarray, result: StepResul
         _end_if_due(requests[index], ids[index], at_limit=bool(at_limit[index]))
         if requests[index].is_finished:
             ended.append(requests[index])
-    return NewTokens(requests, ids, ended)
+    return NewTokens(requests, ids, ended, failed)
+
+
+def _fail(rows: RequestRows, row: int, problem: str) -> Request:
+    request = rows.request(row)
+    logger.warning("request %s ends with an error: %s", request.request_id, problem)
+    request.finish_reason, request.stop_reason = "error", problem
+    return request
 
 
 # A third of the time of NewToken(request, token_id), which is Python code; a step makes one for each request.

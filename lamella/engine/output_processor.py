@@ -74,6 +74,9 @@ class OutputProcessor:
                 stopped.append((request, stop_string))
             if request.is_finished:
                 sample.detokenizer.finish()
+        for request in new_tokens.failed:
+            self._conversations[request.request_id].samples[request.sample_index].detokenizer.finish()
+            touched[request.request_id] = None
         return self._outputs(list(touched)), stopped
 
     def abort(self, request_id: str) -> RequestOutput:

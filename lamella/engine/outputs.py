@@ -38,9 +38,10 @@ class CompletionOutput:
     cumulative_logprob: sum of the sampled tokens' log-probabilities so far, None unless asked for.
     logprobs: per token, the asked-for top tokens and the sampled one by token id, None unless asked for.
     finish_reason: None while running; "stop" (an end token, a stop token id or a stop string),
-        "length" (max_tokens or max_model_len), "abort".
-    stop_reason: what stopped it: the token id of stop_token_ids, the string of stop; None for an end
-        token and for every other finish_reason.
+        "length" (max_tokens or max_model_len), "abort", "error" (the model gave no logits that a token could
+        be chosen from; other requests go on).
+    stop_reason: what stopped it: the token id of stop_token_ids, the string of stop, what went wrong; None
+        for an end token and for every other finish_reason.
     """
 
     index: int

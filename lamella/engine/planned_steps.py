@@ -27,12 +27,11 @@ class PlannedStep(NamedTuple):
         return {*self.admitted, *self.rows[self.num_new > 1].tolist()}
 
     def without(self, leaving: list[int], result: StepResult) -> tuple[PlannedStep, StepResult]:
-        """The step and its result as if these rows had not been in it."""
+        """The step and what it gave the other rows, as if these had not been in it."""
         stays = ~np.isin(self.rows, leaving)
         kept = (~np.isin(self.sampled_rows, leaving)).nonzero()[0]
         step = PlannedStep(self.rows[stays], self.num_new[stays], self.sampled_rows[kept], self.admitted)
-        logprobs = {place: result.logprobs[old] for place, old in enumerate(kept.tolist()) if old in result.logprobs}
-        return step, StepResult(token_ids=result.token_ids[kept], logprobs=logprobs)
+        return step, result.part(kept)
 
 
 class Reached(NamedTuple):

@@ -173,7 +173,7 @@ class Scheduler:
         rows.due[scheduled[sampled & is_chunk]] = 0
         new_tokens = append_tokens(rows, step.sampled_rows, result)
         self._num_generated_tokens += len(new_tokens.token_ids)
-        for request in new_tokens.ended:
+        for request in (*new_tokens.ended, *new_tokens.failed):
             self._leave_row(request.row)
         return new_tokens
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lamella.model_executor.operators.base import HeadScores
-from lamella.model_executor.sampler import Sampler, check_finite, draw_from_top
+from lamella.model_executor.sampler import Sampler, draw_from_top, unusable_rows
 from lamella.model_executor.step_plan import SamplingBatch, StepResult
 
 MAX_TOP = 64  # the most columns that are cheaper to find than to write all
@@ -27,24 +27,26 @@ def sample_from_head(sampler: Sampler, scores: HeadScores, batch: SamplingBatch)
     has_top = ~needs_all & ~is_greedy & (batch.top_k > 0) & (batch.top_k <= MAX_TOP)
     token_ids = np.empty(num_rows, dtype=np.int64)
     logprobs = {}
+    unusable: dict[int, str] = {}
 
     rows = np.flatnonzero(is_greedy)
     if len(rows):
         ids, values = scores.largest(torch.from_numpy(rows))
-        check_finite(values.numpy(), rows)
+        unusable |= unusable_rows(values.numpy(), rows)
         token_ids[rows] = ids.numpy()
     rows = np.flatnonzero(has_top)
     if len(rows):
         ids, values = scores.top(torch.from_numpy(rows), int(batch.top_k[rows].max()))
-        check_finite(values[:, 0].numpy(), rows)
+        unusable |= unusable_rows(values[:, 0].numpy(), rows)
         for row, row_ids, row_values in zip(rows.tolist(), ids.numpy(), values.numpy(), strict=True):
-            token_ids[row] = draw_from_top(row_ids, row_values, batch, row)
+            token_ids[row] = row_ids[0] if row in unusable else draw_from_top(row_ids, row_values, batch, row)
     rows = np.flatnonzero(~is_greedy & ~has_top)
     if len(rows):
         result = sampler(scores.logits(torch.from_numpy(rows)), _part_of(batch, rows))
         token_ids[rows] = result.token_ids
         logprobs = {int(rows[index]): found for index, found in result.logprobs.items()}
-    return StepResult(token_ids=token_ids, logprobs=logprobs)
+        unusable |= {int(rows[index]): problem for index, problem in result.unusable.items()}
+    return StepResult(token_ids=token_ids, logprobs=logprobs, unusable=unusable)
 
 
 def _part_of(batch: SamplingBatch, rows: np.ndarray) -> SamplingBatch:

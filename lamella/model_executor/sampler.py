@@ -57,8 +57,8 @@ class Sampler:
         left reaches top_p; one uniform number picks from what is kept. Log-probabilities are those of
         the logits as given, before penalties, bans, temperature and filters.
 
-        Raises LamellaError when a row's largest logit is NaN or infinite: the model's output is
-        unusable, or every token of the row is banned.
+        A row whose largest logit is NaN or infinite (the model's output is unusable, or every token of the
+        row is banned) is in the result's `unusable`, and the others are what they are without it.
         """
         num_rows = len(batch.temperature)
         if logits.dim() != 2 or logits.shape[0] != num_rows:
@@ -68,13 +68,15 @@ class Sampler:
         with edited(logits, batch):
             maxima = _block_maxima(logits)
             best_ids, best_logits = _largest_of_blocks(logits, maxima)
-            check_finite(best_logits)
+            unusable = unusable_rows(best_logits)
             token_ids = best_ids
-            sampled_rows = np.flatnonzero(batch.temperature > 0)
+            sampled_rows = np.flatnonzero((batch.temperature > 0) & np.isfinite(best_logits))
             if len(sampled_rows):
                 token_ids = best_ids.copy()
                 token_ids[sampled_rows] = _draw_rows(logits, maxima, best_logits, batch, sampled_rows)
-        return StepResult(token_ids=token_ids, logprobs=_logprobs(logits, token_ids, batch.num_logprobs))
+        asking = np.flatnonzero((batch.num_logprobs >= 0) & np.isfinite(best_logits))
+        logprobs = _logprobs(logits, token_ids, batch.num_logprobs, asking)
+        return StepResult(token_ids=token_ids, logprobs=logprobs, unusable=unusable)
 
 
 def uniform(seed: int, draw_index: int) -> float:
@@ -91,7 +93,8 @@ def kept_tokens(
     logits = row.unsqueeze(0)
     maxima = _block_maxima(logits)
     _, best_logits = _largest_of_blocks(logits, maxima)
-    check_finite(best_logits)
+    for problem in unusable_rows(best_logits).values():
+        raise LamellaError(problem)
     best_logit = float(best_logits[0])
     top_k = top_k if 0 < top_k < len(row) else 0
     mass = _row_mass(row.contiguous(), best_logit, temperature) if _needs_row_mass(top_k, top_p, min_p) else None
@@ -128,16 +131,15 @@ def _largest_of_blocks(logits: torch.Tensor, maxima: torch.Tensor) -> tuple[np.n
     )
 
 
-def check_finite(best_logits: np.ndarray, rows: np.ndarray | None = None) -> None:
-    """Raise LamellaError unless each row's largest logit is a number. rows: what the rows are called, if not 0, 1, …"""
-    bad = np.flatnonzero(~np.isfinite(best_logits))
-    if len(bad):
-        names = bad if rows is None else rows[bad]
-        raise LamellaError(
-            f"row {names[0]} of the logits has {best_logits[bad[0]]} as its largest value, so no token can be chosen "
-            f"(rows affected: {names.tolist()}); a NaN or +inf comes from the model's weights or dtype, -inf from "
-            "banning every token"
+def unusable_rows(best_logits: np.ndarray, rows: np.ndarray | None = None) -> dict[int, str]:
+    """Rows whose largest logit is no number -> what to say of it. rows: what the rows are called, if not 0, 1, …"""
+    problems = {}
+    for place in np.flatnonzero(~np.isfinite(best_logits)).tolist():
+        problems[place if rows is None else int(rows[place])] = (
+            f"the largest logit is {best_logits[place]}, so no token can be chosen; a NaN or +inf comes from the "
+            "model's weights or dtype, -inf from banning every token"
         )
+    return problems
 
 
 def _needs_row_mass(top_k: int, top_p: float, min_p: float) -> bool:
@@ -313,9 +315,10 @@ def _pick(cumulative: np.ndarray, target: float) -> int:
     return min(index, int(np.searchsorted(cumulative, cumulative[-1], side="left")))
 
 
-def _logprobs(logits: torch.Tensor, token_ids: np.ndarray, num_logprobs: np.ndarray) -> dict[int, TokenLogprobs]:
-    """Log-probabilities of the rows that ask for them, by row."""
-    asking = np.flatnonzero(num_logprobs >= 0)
+def _logprobs(
+    logits: torch.Tensor, token_ids: np.ndarray, num_logprobs: np.ndarray, asking: np.ndarray
+) -> dict[int, TokenLogprobs]:
+    """Log-probabilities of the rows `asking` (int64), by row."""
     results: dict[int, TokenLogprobs] = {}
     for start in range(0, len(asking), _COPY_ROWS):
         rows = asking[start : start + _COPY_ROWS]

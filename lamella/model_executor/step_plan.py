@@ -115,7 +115,20 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One sampled token per row of StepPlan.sample_requests."""
+    """One sampled token per row of StepPlan.sample_requests.
+
+    unusable: row of the S -> why no token could be chosen; its token_ids entry is some id of the vocabulary.
+    """
 
     token_ids: np.ndarray  # int64 [S]
     logprobs: dict[int, TokenLogprobs]  # row of the S -> its log-probabilities, where asked for
+    unusable: dict[int, str] = field(default_factory=dict)
+
+    def part(self, rows: np.ndarray) -> StepResult:
+        """Of these rows of the S alone (int64, none twice), in their order."""
+        places = {row: place for place, row in enumerate(rows.tolist())}
+        return StepResult(
+            token_ids=self.token_ids[rows],
+            logprobs={places[row]: found for row, found in self.logprobs.items() if row in places},
+            unusable={places[row]: problem for row, problem in self.unusable.items() if row in places},
+        )

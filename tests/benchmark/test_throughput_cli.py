@@ -4,12 +4,14 @@ import re
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 import lamella.cli
+from lamella import CompletionOutput
 from lamella.benchmark.dataset_options import DatasetOptions
 from lamella.benchmark.throughput import ThroughputArgs, run_throughput
 from lamella.errors import ConfigError
@@ -155,6 +157,17 @@ class TestWhatIsSent:
         assert result.exit_code == 0, result.output
         prefixes = {tuple(prompt[:4]) for prompt in made[0].calls[0][0]}
         assert len(prefixes) == 10
+
+    def test_a_request_that_failed_is_an_error_and_not_a_figure(self, made, monkeypatch):
+        failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason="no token can be chosen")
+        answer = FakeLLM._answer
+        monkeypatch.setattr(
+            FakeLLM, "_answer", lambda self, index, *rest: replace(answer(self, index, *rest), outputs=[failed])
+        )
+        result = bench("--input-len", "6", "--num-prompts", "2")
+        assert result.exit_code == 2
+        assert "request 0 failed, so the time is of no use: no token can be chosen" in result.stderr
+        assert result.stdout == ""
 
     def test_the_engine_is_closed(self, made):
         bench("--input-len", "6", "--num-prompts", "2")

@@ -168,7 +168,7 @@ class LateSimulation(Simulation):
                 index = int(np.searchsorted(plan.query_start, token, side="right")) - 1
                 contexts[index][1].append(int(token_ids[token]))
             plan = dataclasses.replace(plan, token_ids=token_ids, token_sources=None)
-        result = self.executor.execute(plan, contexts)
+        result = self.spoil(self.executor.execute(plan, contexts))
         self.samples = result.token_ids
         return result
 
@@ -218,9 +218,10 @@ class LateSimulation(Simulation):
                         assert entry.is_exact, f"the tree has inexact KV at position {position}"
 
     def _given_tokens(self, request: Request) -> list[int]:
-        """The request's prompt and answer, without the last token: its KV is never needed."""
-        prompt = self.prompts[request.request_id]
-        return [*prompt, *self.outputs[request.request_id][:-1]]
+        """The request's prompt and answer, without the last token: its KV is never needed. Where none could be chosen
+        to follow it, it is the last one's KV that led to that."""
+        prompt, answer = self.prompts[request.request_id], self.outputs[request.request_id]
+        return [*prompt, *(answer if request.finish_reason == "error" else answer[:-1])]
 
     def add(self, request_id, prompt, num_tokens, salt=None, stop_token_ids=()) -> Request:
         self.prompts = getattr(self, "prompts", {})

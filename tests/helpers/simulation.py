@@ -14,7 +14,8 @@ from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import request_slabs, size_pool
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from lamella.kv_cache.step_pages import region_bytes
-from tests.helpers.fake_executor import FakeExecutor
+from lamella.model_executor.step_plan import StepResult
+from tests.helpers.fake_executor import VOCAB, FakeExecutor
 
 
 def full(heads: int = 1, k_dim: int = 2, v_dim: int = 2) -> FullAttentionSpec:
@@ -94,6 +95,7 @@ class Simulation:
         )  # fmt: skip
         self.executor = FakeExecutor(layout, [kind_of(group.spec) for group in layout.groups], pool.num_slabs)
         self.max_model_len = max_model_len
+        self.spoilt_sample: int | None = None  # of the next step that samples, the one whose logits are no numbers
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
 
@@ -131,10 +133,19 @@ class Simulation:
                 request = self.scheduler.rows.request(row)
                 tokens = self.scheduler.rows.tokens[row, : self.scheduler.rows.num_tokens[row]].tolist()
                 contexts.append((request.salt, tokens))
-            for new in self.scheduler.update(self.executor.execute(plan, contexts)).each():
+            for new in self.scheduler.update(self.spoil(self.executor.execute(plan, contexts))).each():
                 self.outputs[new.request.request_id].append(new.token_id)
         invariants.check(self.manager)
         return True
+
+    def spoil(self, result: StepResult) -> StepResult:
+        """The result as it is where the model fails for one request, if one is to be spoilt."""
+        if self.spoilt_sample is None or not len(result.token_ids):
+            return result
+        index, self.spoilt_sample = self.spoilt_sample % len(result.token_ids), None
+        token_ids = result.token_ids.copy()
+        token_ids[index] = (token_ids[index] + 1) % VOCAB
+        return StepResult(token_ids=token_ids, logprobs={}, unusable={index: "spoilt"})
 
     def run(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):

@@ -325,20 +325,37 @@ def test_logprobs_are_those_of_the_raw_model(step: float | None, layout) -> None
     assert result.logprobs[3].rank > 1  # the most likely token was banned
 
 
-@pytest.mark.parametrize("params", [GREEDY, {}, {"top_k": 2}])
+@pytest.mark.parametrize("params", [GREEDY, {}, {"top_k": 2}, {"top_p": 0.5}, {"num_logprobs": 2}])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_unusable_logits_are_named(params: dict, value: float) -> None:
-    logits = torch.zeros(3, 600)
+def test_unusable_logits_are_told_and_leave_the_other_rows_alone(params: dict, value: float) -> None:
+    logits = torch.linspace(-1, 1, 1800).reshape(3, 600)
     logits[1, 555] = value
-    with pytest.raises(LamellaError, match="row 1 of the logits"):
-        Sampler()(logits, make_batch(*[params] * 3))
+    result = Sampler()(logits, make_batch(*[params] * 3))
+    assert result.unusable.keys() == {1}
+    assert result.unusable[1].startswith(f"the largest logit is {value}, so no token can be chosen")
+    assert 0 <= result.token_ids[1] < 600
+    without = Sampler()(logits[[0, 2]], make_batch(*[params] * 2))
+    assert without.unusable == {}
+    assert result.token_ids[[0, 2]].tolist() == without.token_ids.tolist()
+    assert result.logprobs.keys() == ({0, 2} if "num_logprobs" in params else set())
+    for row, alone in ((0, 0), (2, 1)):
+        if row in result.logprobs:
+            assert result.logprobs[row].logprob == without.logprobs[alone].logprob
 
 
-def test_a_row_without_allowed_tokens_is_an_error_and_logits_come_back() -> None:
+def test_a_row_without_allowed_tokens_is_told_and_logits_come_back() -> None:
     logits = torch.arange(6.0).reshape(2, 3)
-    with pytest.raises(LamellaError, match=r"row 0 .*banning every token"):
-        Sampler()(logits, make_batch(GREEDY, GREEDY, banned={0: (0, 1, 2)}))
+    result = Sampler()(logits, make_batch(GREEDY, GREEDY, banned={0: (0, 1, 2)}))
+    assert result.unusable.keys() == {0}
+    assert result.unusable[0].endswith("-inf from banning every token")
+    assert result.token_ids[1] == 2
     assert torch.equal(logits, torch.arange(6.0).reshape(2, 3))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_filters_of_an_unusable_row_are_an_error(value: float) -> None:
+    with pytest.raises(LamellaError, match=f"the largest logit is {value}"):
+        kept_tokens(torch.tensor([0.0, value, 1.0]), temperature=1.0)
 
 
 def test_rows_must_match_the_batch() -> None:

@@ -108,6 +108,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def failing_step(self):
         self.simulation.step(fail=True)
 
+    @rule(choice=st.integers(0, 3), num_steps=st.integers(1, 3))
+    def unusable_logits(self, choice, num_steps):
+        self.simulation.spoilt_sample = choice
+        for _ in range(num_steps):
+            self.simulation.step()
+
     @rule(choice=st.randoms(use_true_random=False))
     def abort(self, choice):
         alive = [name for name, request in self.simulation.requests.items() if not request.is_finished]
@@ -136,6 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if request.finish_reason == "length":
                 assert simulation.outputs[name] == self.expected[name]
             else:
+                assert request.finish_reason in ("abort", "error", "stop")
                 output = simulation.outputs[name]
                 assert output == self.expected[name][: len(output)]
         if not simulation.manager.reset_prefix_cache():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lamella.errors import InvariantError, LamellaError
+from lamella.errors import InvariantError
 from lamella.model_executor.device_sampling.choose import UNIFORM
 from lamella.model_executor.device_sampling.sampler import DeviceSampler, row_parameters
 from lamella.model_executor.sampler import uniform
@@ -159,23 +159,37 @@ def test_bans_and_penalties(params: dict, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, {"seed": 1}, {"top_k": 2}])
 @pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7F800000], ids=["nan", "negative nan", "inf"])
-def test_unusable_logits_are_named_by_result_and_leave_an_id_of_the_vocabulary(params: dict, bits: int) -> None:
+def test_unusable_logits_are_told_by_result_and_leave_an_id_of_the_vocabulary(params: dict, bits: int) -> None:
     values = np.zeros((3, 100), dtype=np.uint32)
     values[1, 77] = bits
     logits = torch.from_numpy(values.view(np.float32))
     sampled = DeviceSampler(32)(logits.to(DEVICE), make_batch(*[params] * 3))
     assert sampled.token_ids[1].item() == 77
-    with pytest.raises(LamellaError, match="row 1 of the logits"):
-        sampled.result()
+    result = sampled.result()
+    assert result.unusable.keys() == {1}
+    assert result.unusable[1].startswith(f"the largest logit is {logits[1, 77]}")
+    # The rows beside it are what they are alone.
+    others = DeviceSampler(32)(logits[[0, 2]].to(DEVICE), make_batch(*[params] * 2)).result()
+    assert others.unusable == {}
+    assert result.token_ids[[0, 2]].tolist() == others.token_ids.tolist()
 
 
-def test_a_row_without_allowed_tokens_is_an_error() -> None:
+def test_log_probabilities_are_for_usable_rows() -> None:
+    logits = torch.zeros(3, 100)
+    logits[1, 40] = torch.nan
+    result = DeviceSampler(32)(logits.to(DEVICE), make_batch(*[{"num_logprobs": 1}] * 3)).result()
+    assert result.logprobs.keys() == {0, 2}
+    assert result.logprobs[2].logprob == pytest.approx(-np.log(100), abs=1e-6)
+
+
+def test_a_row_without_allowed_tokens_is_told() -> None:
     logits = torch.arange(6.0).reshape(2, 3)
     sampled = DeviceSampler(16)(logits.to(DEVICE), make_batch(GREEDY, {"seed": 1}, banned={1: (0, 1, 2)}))
     assert sampled.token_ids[0].item() == 2
     assert sampled.token_ids[1].item() in (0, 1, 2)
-    with pytest.raises(LamellaError, match=r"row 1 .*banning every token"):
-        sampled.result()
+    result = sampled.result()
+    assert result.unusable.keys() == {1}
+    assert result.unusable[1].endswith("-inf from banning every token")
 
 
 def test_impossible_tokens_are_not_drawn() -> None:

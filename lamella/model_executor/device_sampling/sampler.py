@@ -23,7 +23,7 @@ from lamella.model_executor.device_sampling.choose import (
 from lamella.model_executor.device_sampling.logprobs import logprobs_kernel
 from lamella.model_executor.logit_edits import LogitEdits
 from lamella.model_executor.philox import uniforms
-from lamella.model_executor.sampler import check_finite
+from lamella.model_executor.sampler import unusable_rows
 from lamella.model_executor.step_plan import SamplingBatch, StepResult, TokenLogprobs
 
 BLOCK_COLUMNS = 2048
@@ -60,12 +60,15 @@ class DeviceSample:
     event: torch.cuda.Event | None
 
     def result(self) -> StepResult:
-        """Wait for the device. Raises LamellaError for a row whose largest logit is NaN or infinite."""
+        """Wait for the device. Rows whose largest logit is NaN or infinite are `unusable`."""
         if self.event is not None:
             self.event.synchronize()
-        check_finite(self.host_best_logits.numpy())
+        unusable = unusable_rows(self.host_best_logits.numpy())
         token_ids = self.host_token_ids.numpy().copy()
-        return StepResult(token_ids=token_ids, logprobs=_token_logprobs(self.logprobs, token_ids))
+        logprobs = _token_logprobs(self.logprobs, token_ids)
+        for row in unusable:
+            logprobs.pop(row, None)
+        return StepResult(token_ids=token_ids, logprobs=logprobs, unusable=unusable)
 
 
 class DeviceSampler:
