@@ -19,7 +19,7 @@ from lamella.native.int8 import LEVELS, ROWS_AT_ONCE, Int8Weight, check_activati
 from lamella.native.library import PANEL, Float, Int, Pointer
 
 MAX_BEST = 64  # csrc/head_scan.h
-MANY_ROWS = 5  # from here on rows are rounded as well: csrc/int8_head_many.cpp
+MANY_ROWS = 5  # from here on products are of integers: csrc/int8_head_many.cpp
 UNIT_ROUNDOFF = 2.0**-24
 ENLARGED = 1 + 2.0**-20  # for products that the kernel rounds
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -47,7 +47,7 @@ class Int8Head:
     weight: Int8Weight
     largest_slopes: Tensor  # float32 [ceil(N / 16) * 16]: error of the score per |x|_1
     norm_slopes: Tensor  # the same per |x|_2
-    level_slopes: Tensor  # what more it can be, per |d|_2, where d is what rounding x to int8 changes
+    level_slopes: Tensor  # what more it can be, per |d|_2, where d is what rounding x to 16 bits changes
     floor: float  # error where numbers underflow
     largest: float  # at least the largest |weight|
 

@@ -103,16 +103,32 @@ def test_more_candidates_than_are_kept_read_all_floats(num_rows):
     assert found.num_rescored.tolist() == [70_000] * num_rows
 
 
+@pytest.mark.parametrize(("num_best", "num_rescored"), [(1, 8), (20, 20)])
+@pytest.mark.parametrize("num_rows", [2, 6])
+def test_columns_that_the_scores_found_rule_out_are_not_scored(num_rows, num_best, num_rescored):
+    """Weights of which int8 keeps nothing: each score is 0 with a bound of the weight itself, so the bounds alone rule
+    out no column, and the first that are scored rule out all the others."""
+    weight = torch.zeros(500, 4)
+    weight[:, 0] = torch.linspace(0.01, 0.49, 500)[torch.randperm(500, generator=torch.Generator().manual_seed(2))]
+    weight[:, 3] = 127.0  # times 0: all scales are 1
+    x = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).repeat(num_rows, 1)
+    found = expect_best(head_of(weight), x, weight, num_best)
+    assert found.num_rescored.tolist() == [num_rescored] * num_rows
+
+
 def test_what_rounding_a_row_hides_is_found():
-    """Weights that int8 holds exactly, rows that it does not: the best by rounded rows is another column, so without
+    """Weights that int8 holds exactly, rows that 16 bits do not: the best by rounded rows is another column, so without
     its part for the rows the bound would rule out the right one."""
     generator = torch.Generator().manual_seed(8)
-    x = torch.randint(-3, 4, (40, 96), generator=generator) + 0.375 * torch.randint(
-        -1, 2, (40, 96), generator=generator
-    )
-    weight = torch.randint(-20, 21, (3000, 96), generator=generator).float()
-    x[:, 0] = weight[:, 0] = 127.0  # all scales are 1
-    assert not torch.equal(chain(x.round(), weight).argmax(1), chain(x, weight).argmax(1))
+    signs = torch.randint(0, 2, (40, 96), generator=generator) * 2.0 - 1
+    x = 0.375 * signs
+    x[:, 0], x[:, 1], x[:, 2] = 32767.0, 0.0, 10.0  # all scales are 1, and all but 10 is rounded away
+    weight = torch.randint(-3, 4, (3000, 96), generator=generator).float()
+    weight[:40] = 20 * signs  # the best of each row, 20 * 0.375 * 93, of which nothing is left
+    weight[:, 0], weight[:, 1], weight[:, 2] = 0.0, 127.0, 0.0
+    weight[40:80, 2] = 20.0  # 200 and little more
+    assert chain(x, weight).argmax(1).tolist() == list(range(40))
+    assert bool((chain(x.round(), weight).argmax(1) >= 40).all())
     head = head_of(weight)
     expect_best(head, x, weight, 1)
     blind = dataclasses.replace(head, level_slopes=torch.zeros_like(head.level_slopes))

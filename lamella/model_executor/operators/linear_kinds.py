@@ -4,7 +4,7 @@
 |---|---|---|---|
 | float32 | float32 | float32 | one chain of fused multiply-adds over the inputs |
 | int8 | int8, a scale for each output | float32 | the same chain over the rounded weights |
-| w8a8 | int8, a scale for each output | int8, a scale for 128 inputs | exact integer sums |
+| w8a8 | int8, a scale for each output | int16, a scale for 128 inputs | exact integer sums |
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@
 
 constexpr int64_t MAX_BEST = 64;
 constexpr size_t MAX_CANDIDATES = 16384;  // of a row in a thread; more of them, and the float weights are read at once
+constexpr int64_t FIRST_SCORED = 8;       // candidates that are scored again before others are compared with them
 constexpr float SAFE_SUM = 1e37f;         // partial sums below it cannot overflow
 
 struct Head {
@@ -42,7 +43,7 @@ static inline bool is_better(const Candidate& a, const Candidate& b) {
 }
 
 // The best `capacity` numbers seen, in falling order; `last` is -inf until there are so many.
-struct BestLowers {
+struct BestNumbers {
     float values[MAX_BEST];
     int64_t count = 0;
     float last = -std::numeric_limits<float>::infinity();
@@ -64,7 +65,7 @@ static inline void drop_below(std::vector<Candidate>& candidates, float limit) {
 
 // What one thread knows of one row.
 struct Scan {
-    BestLowers lowers;
+    BestNumbers lowers;
     std::vector<Candidate> candidates;
     bool overflowed = false;
 
@@ -148,7 +149,7 @@ static void multiply_floats(const Head& head, const float* x, int64_t panel, flo
 
 // All candidates of one row, from every thread, that reach the k-th best lower bound of them all.
 static inline std::vector<Candidate> join(const Head& head, const std::vector<std::vector<Scan>>& scans, size_t row) {
-    BestLowers lowers;
+    BestNumbers lowers;
     for (const auto& of_thread : scans)
         for (int64_t index = 0; index < of_thread[row].lowers.count; index++)
             lowers.add(of_thread[row].lowers.values[index], head.num_best);
@@ -160,8 +161,10 @@ static inline std::vector<Candidate> join(const Head& head, const std::vector<st
     return joined;
 }
 
-static inline void score_again(const Head& head, const float* x, std::vector<Candidate>& candidates) {
-    const int64_t count = int64_t(candidates.size());
+// Their float scores, in the order of columns.
+static inline void score_columns(const Head& head, const float* x, Candidate* candidates, int64_t count) {
+    std::sort(candidates, candidates + count,
+              [](const Candidate& a, const Candidate& b) { return a.column < b.column; });
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t index = 0; index < count; index++) {
         const int64_t panel = candidates[index].column / PANEL;
@@ -171,4 +174,27 @@ static inline void score_again(const Head& head, const float* x, std::vector<Can
         for (int64_t same = index; same < count && candidates[same].column / PANEL == panel; same++)
             candidates[same].score = values[candidates[same].column % PANEL];
     }
+}
+
+// NaN counts as infinite.
+static inline bool has_larger_score(const Candidate& a, const Candidate& b) {
+    if (std::isnan(a.score)) return !std::isnan(b.score);
+    return a.score > b.score;
+}
+
+// Float scores instead of upper bounds; the candidates that cannot be among the k best go.
+static inline void score_again(const Head& head, const float* x, std::vector<Candidate>& candidates) {
+    const auto all = candidates.begin(), end = candidates.end();
+    BestNumbers found;
+    auto begin = all;
+    for (int64_t batch = std::max(FIRST_SCORED, head.num_best); begin < end; batch *= 2) {
+        auto stop = begin + std::min<int64_t>(batch, end - begin);
+        std::partial_sort(begin, stop, end, has_larger_score);
+        stop = std::find_if(begin, stop, [&](const Candidate& one) { return one.score < found.last; });
+        if (stop == begin) break;
+        score_columns(head, x, &*begin, stop - begin);
+        for (; begin < stop; ++begin)
+            found.add(std::isnan(begin->score) ? std::numeric_limits<float>::infinity() : begin->score, head.num_best);
+    }
+    candidates.resize(begin - all);
 }

@@ -1,8 +1,8 @@
-// Sums of products of int8 pairs, exact in int32, and activations quantised for them.
+// Sums of products of int8 weights with activations of 16 bits, exact in int32, and activations quantised for them.
 //
-// A pair is two int16 in a 32-bit lane. Nothing saturates: |a|, |b| <= 128 gives |a b + a' b'| <= 2^15, and an int32
-// holds 2^16 of those; sums here have at most GROUP_STEPS / 2 of them. (The byte multiply of x86, maddubs, is not
-// used: it saturates at 2^15 - 1.)
+// A pair is two int16 in a 32-bit lane, what x86 multiplies and adds in one instruction, so activations of 8 bits would
+// gain nothing over 16. (Its multiplication of bytes, maddubs, saturates at 2^15 - 1: it is of use for 7 bits.)
+// Nothing overflows: |a| <= 32767 and |b| <= 127 give |a b + a' b'| < 2^23, and sums have GROUP_STEPS / 2 of those.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,8 @@
 
 constexpr int64_t GROUP_STEPS = 128;               // inputs that share a scale of the activations
 constexpr int64_t GROUP_PAIRS = GROUP_STEPS / 2;
-constexpr float SMALLEST_RANGE = 1e-30f;           // activations below it count as zero: 127 / x stays finite
+constexpr float LEVELS = 32767.0f;                 // symmetric
+constexpr float SMALLEST_RANGE = 1e-30f;           // activations below it count as zero: LEVELS / x stays finite
 
 typedef int16_t ShortVec __attribute__((vector_size(LAMELLA_VECTOR_BYTES)));
 
@@ -51,7 +52,7 @@ static inline float quantize_group(const float* x, int64_t steps, int32_t* words
     }
     const float range = max_lanes(most);
     const bool finite = sum_lanes(zeros) == 0;
-    const float inverse = finite && range >= SMALLEST_RANGE ? 127.0f / range : 0.0f;
+    const float inverse = finite && range >= SMALLEST_RANGE ? LEVELS / range : 0.0f;
     int32_t levels[GROUP_STEPS];
     if (!finite)
         std::memset(levels, 0, sizeof levels);
@@ -66,5 +67,5 @@ static inline float quantize_group(const float* x, int64_t steps, int32_t* words
         const int64_t first = pair / 2 * LINE_STEPS + pair % 2;
         words[pair * stride] = int32_t(uint32_t(levels[first]) & 0xffff) | int32_t(uint32_t(levels[first + 2]) << 16);
     }
-    return finite ? (inverse != 0 ? range / 127.0f : 0.0f) : NAN;
+    return finite ? (inverse != 0 ? range / LEVELS : 0.0f) : NAN;
 }

@@ -13,7 +13,8 @@
 //   largest_slope = (1 + 2g) max |e| + 2g max |w|,  norm_slope = (1 + 2g) |e|_2 + 2g |w|_2,
 // a little enlarged for the rounding of their products here, and `floor`, what underflow can do.
 // With lower = S - bound <= F <= S + bound = upper: the k-th best F is at least the k-th best lower, so every column of
-// the k best, and all that tie with the last of them, have an upper of at least that.
+// the k best, and all that tie with the last of them, have an upper of at least that. Of those the likeliest are scored
+// first, for a column whose upper is below the k-th best of the scores found cannot be one of the k best either.
 #include "head_scan.h"
 #include "int8_blocks.h"
 
@@ -146,11 +147,11 @@ LAMELLA_EXPORT void lamella_int8_head(const float* x, const int8_t* panels, cons
             complete &= int64_t(best.size()) >= num_best;  // fewer only where NaN came into the weights' copy
             next++;
         }
-        num_rescored[row] = complete ? int64_t(best.size()) : num_columns;
         if (complete)
             score_again(head, x + row * depth, best);
         else
             best = score_all(head, x + row * depth);
+        num_rescored[row] = complete ? int64_t(best.size()) : num_columns;
         std::partial_sort(best.begin(), best.begin() + num_best, best.end(), is_better);
         for (int64_t index = 0; index < num_best; index++) {
             ids[row * num_best + index] = best[index].column;

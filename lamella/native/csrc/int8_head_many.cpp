@@ -1,10 +1,9 @@
 // The k best outputs of a float linear layer for many rows: as int8_head.cpp, which has the proof, but the rows are
-// rounded to int8 as well, for integer products are faster than fused multiply-adds on floats.
+// rounded to 16 bits, for integer products are faster than fused multiply-adds on floats.
 //
-// With rows x = y + d, y = levels times scales as int8_products.h has them, the first scores are sum y s q, in fewer
+// With rows x = y + d, y = levels times scales as int8_products.h has them, the scores are sum y s q, in no more
 // roundings than the chain of int8_head.cpp has, and differ from its exact sum by |sum d s q| <= |d|_2 |s q|_2 more. The
-// caller gives level_slope = (1 + 2g) |s q|_2. The columns that this bound leaves are scored with the rows as they are
-// and int8 weights, a tile of a column's panel each, and the few that remain by the float chain.
+// caller gives level_slope = (1 + 2g) |s q|_2.
 #include "head_scan.h"
 #include "int8_products.h"
 
@@ -27,28 +26,6 @@ float measure_rounding(const float* x, int64_t depth) {
         }
     }
     return float(std::sqrt(squares) * (1 + 1e-6));
-}
-
-// Drops candidates that the row itself, unrounded, rules out.
-void refine(const Head& head, const float* x, const Norms& norms, std::vector<Candidate>& candidates) {
-    const int64_t panel_bytes = lines_of(head.depth) * LINE_BYTES;
-    BestLowers lowers;
-    int64_t panel = -1;
-    float score_of[PANEL], bound_of[PANEL];
-    for (Candidate& one : candidates) {  // in the order of columns
-        if (one.column / PANEL != panel) {
-            panel = one.column / PANEL;
-            const auto tile = multiply_bytes<1, 1>(x, head.depth, head.panels + panel * panel_bytes, head.depth);
-            Vec scores[PANEL_VECS], bounds[PANEL_VECS];
-            bound_panel<false>(head, panel, tile.sums[0][0], norms, scores, bounds);
-            std::memcpy(score_of, scores, sizeof score_of);
-            std::memcpy(bound_of, bounds, sizeof bound_of);
-        }
-        const int64_t lane = one.column % PANEL;
-        one.score = score_of[lane] + bound_of[lane];
-        lowers.add(score_of[lane] - bound_of[lane], head.num_best);
-    }
-    drop_below(candidates, lowers.last);
 }
 
 }  // namespace
@@ -98,10 +75,9 @@ LAMELLA_EXPORT void lamella_int8_head_many(const float* x, const int8_t* panels,
             for (const auto& of_thread : scans) decided = decided && !of_thread[row].overflowed;
             if (!decided) continue;
             std::vector<Candidate> best = join(head, scans, row);
-            refine(head, x + row * depth, norms[row], best);
             if (int64_t(best.size()) < num_best) continue;  // only where NaN came into the weights' copy
-            num_rescored[row] = int64_t(best.size());
             score_again(head, x + row * depth, best);
+            num_rescored[row] = int64_t(best.size());
             std::partial_sort(best.begin(), best.begin() + num_best, best.end(), is_better);
             for (int64_t index = 0; index < num_best; index++) {
                 ids[row * num_best + index] = best[index].column;

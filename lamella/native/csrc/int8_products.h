@@ -1,8 +1,8 @@
-// Many rows of floats with panels of int8 weights: the rows are quantised, a scale s for each row and group of 128 inputs,
-// so that an outlier costs its group and not its row, and sum_g s[m][g] * (sum_{k in g} a[m][k] q[n][k]) is computed.
+// Many rows of floats with panels of int8 weights: the rows are rounded to 16 bits, a scale s for each row and group of
+// 128 inputs, and sum_g s[m][g] * (sum_{k in g} a[m][k] q[n][k]) is computed.
 //
-// Inner sums are exact integers below 2^24, thus exact as floats; the outer one is a chain of fused multiply-adds over
-// the groups. Nothing depends on the number of rows, their order or the threads.
+// Inner sums are exact integers, each rounded once to a float; the outer one is a chain of fused multiply-adds over the
+// groups. Nothing depends on the number of rows, their order or the threads.
 #pragma once
 
 #include <omp.h>
