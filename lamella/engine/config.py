@@ -25,8 +25,8 @@ class EngineConfig:
     instead of the model's. load_format: "auto", "safetensors", "gguf" or "dummy" (random weights).
     dtype: "auto" (the checkpoint's; float32 on CPU), "float32", "bfloat16" or "float16".
     quantization: None (or "none"); "int8": weights rounded to int8 when they are loaded, activations float32; "w8a8":
-    with them products of integers, activations in 16 bits (the fastest for many requests); "gguf": the blocks of the GGUF file as they are (results
-    as with float32, in a quarter of its memory). On the native CPU path.
+    the same weights in products of integers, activations in 16 bits (the fastest for many requests); "gguf": the blocks
+    of the GGUF file as they are (results as with float32, in a quarter of its memory). On the native CPU path.
     seed: base of the seeds of requests that give none.
     max_model_len: longest prompt + output in tokens; None: the model's own, "auto" (or -1): the longest
     that the KV memory allows.
