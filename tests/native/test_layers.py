@@ -103,12 +103,12 @@ def make_tail(kind: str, activation: str, with_post_norms: bool):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("activation", "with_post_norms"), [("gelu_tanh", True), ("silu", False)])
 def test_a_tail_is_its_kernels_at_every_row_count(kind, activation, with_post_norms):
-    """600 rows are more than go through at once."""
+    """1,200 rows are more than go through at once."""
     tail, step_by_step = make_tail(kind, activation, with_post_norms)
-    x, attended = random(600, WIDTH), random(600, ATTENDED, seed=4)
+    x, attended = random(1200, WIDTH), random(1200, ATTENDED, seed=4)
     expected_x = x.clone()
     expected = step_by_step(expected_x, attended)
-    for num_threads, begin, end in ((1, 0, 600), (2, 0, 600), (2, 0, 1), (2, 5, 8), (1, 30, 94), (2, 100, 401)):
+    for num_threads, begin, end in ((1, 0, 1200), (2, 0, 1200), (2, 0, 1), (2, 5, 8), (1, 30, 94), (2, 100, 401)):
         torch.set_num_threads(num_threads)
         changed = x[begin:end].clone()
         normed = tail(changed, attended[begin:end])

@@ -88,13 +88,20 @@ class RowBlock {
             const int64_t depth = std::min(depth_block_, depth_ - start);
             for (int64_t tile = 0; tile < num_tiles_; tile++) {
                 const int64_t begin = tile_begin(tile), num_rows = tile_begin(tile + 1) - begin;
-                for (int64_t row = 0; row < num_rows; row++) {
-                    const float* from = rows_.from + (begin + row) * rows_.row_step + start;
-                    for (int64_t k = 0; k < depth; k++) to[k * num_rows + row] = from[k];
-                }
+                pack_rows(int(num_rows), rows_.from + begin * rows_.row_step + start, depth, to);
                 to += num_rows * depth;
             }
         }
+    }
+
+    template <int ROWS = TILE_ROWS>
+    void pack_rows(int num_rows, const float* from, int64_t depth, float* to) const {
+        if constexpr (ROWS > 1)
+            if (num_rows < ROWS) return pack_rows<ROWS - 1>(num_rows, from, depth, to);
+        const int64_t step = rows_.row_step;
+        for (int64_t k = 0; k < depth; k++)
+#pragma GCC unroll 16
+            for (int row = 0; row < ROWS; row++) to[k * ROWS + row] = from[row * step + k];
     }
 
     void multiply_tiles(const float* weight, int64_t num_panels, float* c) const {
