@@ -10,7 +10,7 @@ import numpy as np
 from lamella.engine.request import Request
 from lamella.engine.request_rows import RequestRows
 from lamella.kv_cache.block_manager import HybridBlockManager
-from lamella.kv_cache.prefix_tree import PrefixMatch
+from lamella.kv_cache.prefix_match import PrefixMatch
 from lamella.kv_cache.sizing import request_pages
 from lamella.kv_cache.spec import ceil_div
 

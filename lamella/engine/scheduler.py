@@ -31,7 +31,7 @@ from lamella.engine.step_builder import build_step_plan
 from lamella.engine.waiting_queue import WaitingQueue
 from lamella.errors import InvariantError
 from lamella.kv_cache.block_manager import HybridBlockManager
-from lamella.kv_cache.prefix_tree import PrefixMatch
+from lamella.kv_cache.prefix_match import PrefixMatch
 from lamella.kv_cache.spec import ceil_div
 from lamella.model_executor.step_plan import StepPlan, StepResult
 

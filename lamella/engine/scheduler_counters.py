@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lamella.engine.request import Request
 from lamella.kv_cache.counters import HitCounters
-from lamella.kv_cache.prefix_tree import PrefixMatch
+from lamella.kv_cache.prefix_match import PrefixMatch
 
 
 class SchedulerCounters(NamedTuple):

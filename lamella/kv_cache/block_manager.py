@@ -19,7 +19,8 @@ import numpy as np
 
 from lamella.kv_cache.child_index import NO_NODE
 from lamella.kv_cache.expectations import Expectation
-from lamella.kv_cache.prefix_tree import NO_MATCH, PrefixMatch, Salt
+from lamella.kv_cache.prefix_match import NO_MATCH, PrefixMatch
+from lamella.kv_cache.prefix_tree import Salt
 from lamella.kv_cache.row_commits import CommittingRows, block_key
 from lamella.kv_cache.spec import ceil_div
 

@@ -10,7 +10,7 @@ from lamella.engine import admission as admission_module
 from lamella.engine.admission import Admission
 from lamella.kv_cache.child_index import NO_NODE
 from lamella.kv_cache.expectations import Expectation, Expectations
-from lamella.kv_cache.prefix_tree import PrefixMatch
+from lamella.kv_cache.prefix_match import PrefixMatch
 from tests.helpers.fake_executor import foretell
 from tests.helpers.serving import arena_of, run_all, serve
 from tests.helpers.simulation import Simulation, full, sliding

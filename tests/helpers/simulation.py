@@ -50,6 +50,8 @@ class Simulation:
     retention: None: "tails" without spare pages, for what idle memory still has would hide what is kept on purpose.
     """
 
+    spoilt_sample: int | None = None  # of the next step that samples, the one whose logits are no numbers
+
     def __init__(
         self,
         specs: list[KVCacheSpec],
@@ -95,7 +97,6 @@ class Simulation:
         )  # fmt: skip
         self.executor = FakeExecutor(layout, [kind_of(group.spec) for group in layout.groups], pool.num_slabs)
         self.max_model_len = max_model_len
-        self.spoilt_sample: int | None = None  # of the next step that samples, the one whose logits are no numbers
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
 

@@ -9,7 +9,7 @@ from lamella.errors import InvariantError
 from lamella.kv_cache import invariants
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import build_layout
-from lamella.kv_cache.prefix_tree import NO_MATCH
+from lamella.kv_cache.prefix_match import NO_MATCH
 from lamella.kv_cache.retention import RetentionPolicy
 from tests.helpers.fake_executor import foretell
 from tests.helpers.simulation import Simulation, chunked, full, sliding

@@ -15,7 +15,7 @@ from lamella.kv_cache import invariants
 from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import build_layout
-from lamella.kv_cache.prefix_tree import NO_MATCH
+from lamella.kv_cache.prefix_match import NO_MATCH
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import held_chunk_tokens
 from lamella.kv_cache.step_pages import region_bytes

@@ -15,7 +15,7 @@ from lamella.engine.planned_steps import PlannedStep
 from lamella.engine.request_rows import RequestRows
 from lamella.engine.scheduler import Scheduler
 from lamella.kv_cache.block_manager import HybridBlockManager
-from lamella.kv_cache.prefix_tree import PrefixMatch
+from lamella.kv_cache.prefix_match import PrefixMatch
 from tests.helpers.planted_faults.planting import replaces
 
 ASYNC_FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
