@@ -8,7 +8,8 @@
 namespace {
 
 constexpr int64_t INT8 = -1, W8A8 = -2, FLOAT32 = 0;  // kinds; above 0: GGUF's number of a type, gguf_blocks.cpp
-constexpr int64_t MIN_BLOCK_ROWS = 1024;  // what lies between two products stays in the cache
+// Fewer, and threads wait for each other more often; more, and what lies between two products leaves the caches.
+constexpr int64_t MIN_BLOCK_ROWS = 1024;
 
 // These structures are mirrored in native/layers.py.
 struct Part {
