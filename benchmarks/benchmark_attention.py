@@ -7,12 +7,13 @@
 On a GPU it is the Triton kernels beside other libraries' kernels, on other workloads: lamella/benchmark/gpu_attention.
 What follows is about the CPU.
 
-A figure is the best of several steps that take turns with each other and with the measurement of the peaks, and is
-compared with the best peaks of the same turns: all of them suffer alike from what else the machine does. A step
-goes through the model's 15 sliding or 3 full layers (more of them where these would fit the caches), laid out as the
-engine does: a page holds one block of every layer, and pages are scattered over one arena, up to 1.3 GB. It writes K
-and V and attends; what a backend derives from fresh metadata, once for all layers, counts. GB/s are of the K and V that
-queries see, each read once; GFLOP/s are of the (query, key) pairs that are not masked.
+Steps take turns with each other (backends, and a window at 2k and at 32k of context) and with a measurement of what
+memory and arithmetic reach at that moment. A time is the median of the steps, a share the median of what each is to the
+measurement of its own turn: best against best would compare moments in which a shared machine ran at different speeds.
+A step goes through the model's 15 sliding or 3 full layers (more of them where these would fit the caches), laid out as
+the engine does: a page holds one block of every layer, and pages are scattered over one arena, up to 1.3 GB. It writes
+K and V and attends; what a backend derives from fresh metadata, once for all layers, counts. GB/s are of the K and V
+that queries see, each read once; GFLOP/s are of the (query, key) pairs that are not masked.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from __future__ import annotations
 import ctypes
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
 import click
@@ -38,6 +40,7 @@ from lamella.attention.backend import (
 )
 from lamella.attention.metadata import AttentionMetadata
 from lamella.errors import ConfigError
+from lamella.kv_cache.memory import host_memory
 from lamella.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from lamella.native.library import Int, Pointer, load_library
 
@@ -68,6 +71,8 @@ WORKLOADS = {
     "prefill-512-at-4096-window": Workload(True, ((4096, 512),)),
     "prefill-2048-at-4096-full": Workload(False, ((4096, 2048),)),
 }
+# Their times are compared with each other, so they are measured in the same minute.
+COMPARED = ("decode-64-window-at-2k", "decode-64-window-at-32k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +82,15 @@ class Measurement:
     page_tokens: int
     kv_dtype: str
     num_threads: int
-    layer_ms: float  # the best step / layers
+    layer_ms: float  # the median step / layers
     gigabytes_per_second: float
     gigaflops: float
-    peak_gigabytes_per_second: float | None  # None: not measured, for there is no native library
-    peak_gigaflops: float | None
+    read_share: float | None  # of what memory, and arithmetic, reach; None: not measured, without the native library
+    flops_share: float | None
 
 
 class Peaks:
-    """What the processor reaches at best; not measured without the native library."""
+    """What the processor reaches; not measured without the native library."""
 
     def __init__(self) -> None:
         self._library = load_library()
@@ -137,7 +142,7 @@ def make_pages(backend: AttentionBackend, workload: Workload, page_tokens: int, 
         min(NUM_SLIDING_LAYERS, -(-ARENA_BYTES // (num_ids * layer_bytes))),
     )
     unit_bytes = layer_bytes * num_layers
-    arena = torch.zeros(num_ids * unit_bytes, dtype=torch.uint8)
+    arena = host_memory(num_ids * unit_bytes)
     arena.view(dtype).normal_()
     layout = {"spec": spec, "dtype": dtype, "page_tokens": page_tokens, "unit_bytes": unit_bytes}
     layers = [backend.layer_cache(arena, offset_bytes=layer * layer_bytes, **layout) for layer in range(num_layers)]
@@ -167,6 +172,12 @@ def make_pages(backend: AttentionBackend, workload: Workload, page_tokens: int, 
     )
 
 
+def make_inputs(workload: Workload, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Query, key and value of the new tokens, [tokens, heads, head dim]."""
+    num_tokens = sum(num_new for _, num_new in workload.requests)
+    return [torch.randn(num_tokens, heads, HEAD_DIM).to(dtype) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
+
+
 def layer_seconds(backend: AttentionBackend, pages: Pages, inputs: list[torch.Tensor]) -> float:
     """One step through all layers, divided by their number."""
     params = AttentionParams(spec=pages.spec, num_heads=NUM_HEADS, scale=HEAD_DIM**-0.5)
@@ -179,48 +190,56 @@ def layer_seconds(backend: AttentionBackend, pages: Pages, inputs: list[torch.Te
 
 @torch.inference_mode()
 def measure(
-    name: str,
+    names: tuple[str, ...],
     backends: list[AttentionBackend],
     page_tokens: int,
     kv_dtype: str,
     num_steps: int,
     peaks: Peaks,
 ) -> list[Measurement]:
-    dtype, workload = DTYPES[kv_dtype], WORKLOADS[name]
-    all_pages = [make_pages(backend, workload, page_tokens, dtype) for backend in backends]
-    num_tokens = sum(num_new for _, num_new in workload.requests)
-    inputs = [torch.randn(num_tokens, heads, HEAD_DIM).to(dtype) for heads in (NUM_HEADS, 1, 1)]
-    seconds = np.empty((num_steps, len(backends)))
+    """The workloads of these names, whose steps take turns."""
+    dtype = DTYPES[kv_dtype]
+    cases = [
+        (name, backend, make_pages(backend, WORKLOADS[name], page_tokens, dtype), make_inputs(WORKLOADS[name], dtype))
+        for name in names
+        for backend in backends
+    ]
+    seconds = np.empty((num_steps, len(cases)))
     measured_peaks = []
     for step in range(num_steps):
         measured_peaks.append(peaks.measure())
-        for i, backend in enumerate(backends):
-            seconds[step, i] = layer_seconds(backend, all_pages[i], inputs)
+        for i, (_, backend, pages, inputs) in enumerate(cases):
+            seconds[step, i] = layer_seconds(backend, pages, inputs)
     known_peaks = [peak for peak in measured_peaks if peak is not None]
-    read_peak, flops_peak = np.max(known_peaks, axis=0).tolist() if known_peaks else (None, None)
-    pages = all_pages[0]
-    num_bytes = pages.num_keys_read * pages.spec.token_bytes
-    flops = 2 * pages.num_pairs * NUM_HEADS * 2 * HEAD_DIM
-    return [
-        Measurement(
-            name,
-            backend.name,
-            page_tokens,
-            kv_dtype,
-            torch.get_num_threads(),
-            best * 1e3,
-            num_bytes / best / 1e9,
-            flops / best / 1e9,
-            read_peak,
-            flops_peak,
+    measurements = []
+    for (name, backend, pages, _), times in zip(cases, seconds.T, strict=True):
+        gigabytes = pages.num_keys_read * pages.spec.token_bytes / 1e9
+        gigaflops = 2 * pages.num_pairs * NUM_HEADS * 2 * HEAD_DIM / 1e9
+        read_share = flops_share = None
+        if known_peaks:
+            rates = np.array([gigabytes, gigaflops]) / times[:, None]
+            read_share, flops_share = np.median(rates / np.array(known_peaks), axis=0).tolist()
+        median = float(np.median(times))
+        measurements.append(
+            Measurement(
+                name,
+                backend.name,
+                page_tokens,
+                kv_dtype,
+                torch.get_num_threads(),
+                median * 1e3,
+                gigabytes / median,
+                gigaflops / median,
+                read_share,
+                flops_share,
+            )
         )
-        for backend, best in zip(backends, seconds.min(axis=0).tolist(), strict=True)
-    ]
+    return measurements
 
 
 def markdown(measurements: list[Measurement]) -> str:
-    def share(value: float, peak: float | None) -> str:
-        return "" if peak is None else f"{value / peak:.0%}"
+    def share(value: float | None) -> str:
+        return "" if value is None else f"{value:.0%}"
 
     lines = [
         f"torch {torch.__version__}, {measurements[0].num_threads} threads",
@@ -231,8 +250,8 @@ def markdown(measurements: list[Measurement]) -> str:
     for one in measurements:
         lines.append(
             f"| {one.workload} | {one.page_tokens} | {one.backend} | {one.layer_ms:.2f} "
-            f"| {one.gigabytes_per_second:.1f} | {share(one.gigabytes_per_second, one.peak_gigabytes_per_second)} "
-            f"| {one.gigaflops:.1f} | {share(one.gigaflops, one.peak_gigaflops)} |"
+            f"| {one.gigabytes_per_second:.1f} | {share(one.read_share)} "
+            f"| {one.gigaflops:.1f} | {share(one.flops_share)} |"
         )
     return "\n".join(lines)
 
@@ -242,6 +261,15 @@ def parse_device(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"--device {name!r} is not a device of torch's; try cpu or cuda") from error
+
+
+def in_turns(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """The names one by one, but those that are compared together."""
+    for are_compared, group in groupby(names, COMPARED.__contains__):
+        if are_compared:
+            yield tuple(group)
+        else:
+            yield from zip(group)
 
 
 def check_workloads(names: tuple[str, ...]) -> None:
@@ -286,8 +314,8 @@ def measure_on_gpu(workloads, page_sizes, kv_dtype, device, num_steps, output_js
 @click.option("--kv-dtype", type=click.Choice(list(DTYPES)), help="[default: float32 on the CPU, bfloat16 on a GPU]")
 @click.option("--device", default="cpu")
 @click.option("--threads", type=click.IntRange(min=1), help="[default: torch's]")
-@click.option("--steps", "num_steps", type=click.IntRange(min=1), default=9,
-              help="the best counts; on a GPU, the median")  # fmt: skip
+@click.option("--steps", "num_steps", type=click.IntRange(min=1), default=15,
+              help="the median counts")  # fmt: skip
 @click.option("--output-json", type=click.Path(), help="file for a list of one object per figure")
 @click.option("--output-markdown", type=click.Path(), help="file for the table")
 def main(workloads, names, page_sizes, kv_dtype, device, threads, num_steps, output_json, output_markdown) -> None:
@@ -304,10 +332,10 @@ def main(workloads, names, page_sizes, kv_dtype, device, threads, num_steps, out
         check_workloads(workloads)
         peaks = Peaks()
         backends = [choose_backend(name, device) for name in names]
-        for name in workloads or WORKLOADS:
-            for page_tokens in page_sizes or ((16, 32, 64, 128) if WORKLOADS[name].is_decode else (16,)):
-                measurements += measure(name, backends, page_tokens, kv_dtype or "float32", num_steps, peaks)
-                click.echo(f"{name}, pages of {page_tokens}: done", err=True)
+        for group in in_turns(workloads or WORKLOADS):
+            for page_tokens in page_sizes or ((16, 32, 64, 128) if WORKLOADS[group[0]].is_decode else (16,)):
+                measurements += measure(group, backends, page_tokens, kv_dtype or "float32", num_steps, peaks)
+                click.echo(f"{', '.join(group)}, pages of {page_tokens}: done", err=True)
     except ConfigError as error:
         raise click.ClickException(str(error)) from error
     write_results(markdown(measurements), measurements, output_json, output_markdown)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -71,10 +73,30 @@ def allocate_arena(
     layout: KVLayout, num_slabs: int, device: torch.device, *, step_pages_bytes: int = 0
 ) -> torch.Tensor:
     """uint8 [num_slabs * slab_bytes + step_pages_bytes]; only the null slab is written, so the system commits the rest
-    on use."""
-    arena = torch.empty(num_slabs * layout.slab_bytes + step_pages_bytes, dtype=torch.uint8, device=device)
+    on use. Raises CapacityError where the host grants no such allocation."""
+    num_bytes = num_slabs * layout.slab_bytes + step_pages_bytes
+    is_on_host = device.type == "cpu"
+    arena = host_memory(num_bytes) if is_on_host else torch.empty(num_bytes, dtype=torch.uint8, device=device)
     arena[: layout.slab_bytes].zero_()
     return arena
+
+
+def host_memory(num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes], in the system's huge pages where there are some.
+
+    Attention reads KV from all over the arena, and a processor neither fetches ahead over the end of a page nor keeps
+    the addresses of thousands: with pages of 2 MiB instead of 4 KiB decode attention takes about a tenth less time.
+    """
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise CapacityError(
+            f"the system grants no {_gib(num_bytes)} of memory for the KV cache ({error}); lower kv_cache_bytes"
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def available_memory_bytes(device: torch.device) -> int:
