@@ -67,6 +67,15 @@ struct RowGroup {
     int64_t num_rows;
     Range some;
     Range all;
+    Range some_here;  // in the block that is worked on
+    Range all_here;
+
+    void enter(int64_t block) {
+        some_here = some.in_block(block);
+        all_here = all.in_block(block);
+        if (all_here.is_empty()) all_here = {some_here.stop, some_here.stop};
+    }
+    bool is_ragged() const { return some_here.first != all_here.first || some_here.stop != all_here.stop; }
 };
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -179,6 +188,7 @@ public:
         begin(query);
         for (int64_t block = keys_seen_.first / BLOCK * BLOCK; block < keys_seen_.stop; block += BLOCK) {
             find_panels(block);
+            for (int64_t group = 0; group < num_groups_; group++) scratch_.groups[group].enter(block);
             score(block);
             weigh(block);
             if (num_queries_ == 1)
@@ -220,7 +230,7 @@ private:
             const int64_t size = std::min<int64_t>(ROW_TILE, num_rows_ - row);
             const Range& low = scratch_.seen[row];
             const Range& high = scratch_.seen[row + size - 1];  // what a later query sees begins and ends later
-            scratch_.groups[num_groups_++] = {row, size, {low.first, high.stop}, {high.first, low.stop}};
+            scratch_.groups[num_groups_++] = {row, size, {low.first, high.stop}, {high.first, low.stop}, {}, {}};
         }
     }
 
@@ -248,7 +258,7 @@ private:
             const float* upcoming = is_last ? values_[seen.first_panel()] : keys_[panel + 1];
             for (int64_t group = 0; group < num_groups_; group++) {
                 const RowGroup& rows = scratch_.groups[group];
-                const Range some = rows.some.in_block(block);
+                const Range some = rows.some_here;
                 if (some.is_empty() || panel < some.first_panel() || panel >= some.stop_panel()) continue;
                 float* scores = scratch_.scores + rows.first_row * BLOCK + panel * PANEL;
                 TILE_KERNELS.score[rows.num_rows - 1](
@@ -261,7 +271,7 @@ private:
     void weigh(int64_t block) {
         for (int64_t group = 0; group < num_groups_; group++) {
             const RowGroup& rows = scratch_.groups[group];
-            const Range computed = rows.some.in_block(block);
+            const Range computed = rows.some_here;
             for (int64_t row = rows.first_row; row < rows.first_row + rows.num_rows; row++) {
                 const Range seen = scratch_.seen[row].in_block(block);
                 if (seen.is_empty()) continue;
@@ -295,6 +305,18 @@ private:
         }
     }
 
+    // Row by row, the keys before or after those that all rows of the group see.
+    void add_edges(int64_t block, const RowGroup& rows, Range columns, const float* upcoming, bool before) {
+        for (int64_t row = rows.first_row; row < rows.first_row + rows.num_rows; row++) {
+            Range seen = scratch_.seen[row].in_block(block);
+            if (before)
+                seen.stop = std::min(seen.stop, rows.all_here.first);
+            else
+                seen.first = std::max(seen.first, rows.all_here.stop);
+            add(row, 1, seen, columns, upcoming);
+        }
+    }
+
     // Many rows: 16 columns of the block's V stay in the first-level cache for all of them. A key that not all rows of
     // a group see is added row by row, before or after the others, and never multiplied for the rest: V may be NaN.
     void add_by_column(int64_t block) {
@@ -302,21 +324,11 @@ private:
             const Range columns = {column, column + PANEL};
             for (int64_t group = 0; group < num_groups_; group++) {
                 const RowGroup& rows = scratch_.groups[group];
-                const Range some = rows.some.in_block(block);
-                if (some.is_empty()) continue;
-                Range all = rows.all.in_block(block);
-                if (all.is_empty()) all = {some.stop, some.stop};
-                const float* here = values_[some.first_panel()] + column * SUB_PAGE;
-                const int64_t stop_row = rows.first_row + rows.num_rows;
-                for (int64_t row = rows.first_row; row < stop_row; row++) {
-                    const Range seen = scratch_.seen[row].in_block(block);
-                    add(row, 1, {seen.first, std::min(seen.stop, all.first)}, columns, here);
-                }
-                add(rows.first_row, rows.num_rows, all, columns, here);
-                for (int64_t row = rows.first_row; row < stop_row; row++) {
-                    const Range seen = scratch_.seen[row].in_block(block);
-                    add(row, 1, {std::max(seen.first, all.stop), seen.stop}, columns, here);
-                }
+                if (rows.some_here.is_empty()) continue;
+                const float* here = values_[rows.some_here.first_panel()] + column * SUB_PAGE;
+                if (rows.is_ragged()) add_edges(block, rows, columns, here, true);
+                add(rows.first_row, rows.num_rows, rows.all_here, columns, here);
+                if (rows.is_ragged()) add_edges(block, rows, columns, here, false);
             }
         }
     }
