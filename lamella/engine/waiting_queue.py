@@ -69,7 +69,7 @@ class WaitingQueue:
         expectation = self._manager.expect(request.token_ids, request.salt, rank)
         if expectation is not None:
             if self._by_prefix:  # the longest runs first
-                expectation.rank = -expectation.num_tokens
+                self._manager.rerank(expectation, -expectation.num_tokens)
             self._expectations[request] = expectation
 
     def new_round(self) -> None:

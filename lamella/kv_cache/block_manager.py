@@ -111,15 +111,19 @@ class HybridBlockManager(CommittingRows):
                 shared = np.flatnonzero((tree.num_children[path] > 1) | (tree.refs[group, path] > 0))
                 first = int(shared[-1]) + 1 if len(shared) else 0
             num_bytes += (len(path) - first) * self.layout.groups[group].page_bytes
-        held += [one for one in tree.resume_points.get(path[-1], ()) if one not in held]
+        held = list(dict.fromkeys([*held, *tree.resume_points.held(path[-1])]))
         tree.add_resume_point(path[-1], held)
         expectation = Expectation(path[-1], rank, match.num_tokens, num_bytes)
-        tree.expected.add(expectation)
+        tree.expect(expectation)
         return expectation
+
+    def rerank(self, expectation: Expectation, rank: int) -> None:
+        """The waiting request will run sooner or later than was thought."""
+        self.tree.rerank(expectation, rank)
 
     def settle(self, expectation: Expectation) -> None:
         """The request waits no more."""
-        self.tree.expected.settle(expectation)
+        self.tree.settle(expectation)
 
     def begin(self, row: int, match: PrefixMatch, salt: Salt = None) -> bool:
         """Give an empty row the cached prefix of `match`: lock its nodes, own a copy of a partial block.
@@ -259,7 +263,7 @@ class HybridBlockManager(CommittingRows):
         for group, page in self.given_up:
             self.arena.free(group, page)
         self.given_up.clear()
-        self.tree.pending.clear()
+        self.tree.end_pending()
         self.moves.clear()
         for row in {*self.step_blocks, *self.num_passing}:
             self._drop_step_pages(row)
@@ -330,7 +334,7 @@ class HybridBlockManager(CommittingRows):
     def usage(self) -> dict[str, GroupUsage]:
         report = {}
         for index, group in enumerate(self.layout.groups):
-            lent = int((self.arena.slab_group == index).sum()) * group.pages_per_slab
+            lent = self.arena.num_lent_slabs[index] * group.pages_per_slab
             used = self.arena.num_used[index]
             # A page that was given up is still in use as long as a step is in flight.
             owned = self.num_owned[index] + sum(one == index for one, _ in self.given_up)

@@ -5,24 +5,29 @@ A block is its int32 token ids as bytes. Nothing is hashed but by the dictionary
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import pairwise
 
-import numpy as np
+from lamella.kv_cache.sibling_trie import NO_NODE, NOTHING_CLOSE, TOKEN_BYTES, Closest, SiblingTrie, num_common_bytes
 
-NO_NODE = -1
+__all__ = ["NO_NODE", "ChildIndex"]
+
 _SEVERAL = -2
-_TOKEN_BYTES = 4
 
 
 class ChildIndex:
-    """Most nodes have one child at most, so only parents that have had several keep an index by first token."""
+    """Most nodes have one child at most, so only parents that have had several keep an index of how those begin.
 
-    def __init__(self) -> None:
+    is_source: whether copies may be taken of a node's block now. `note_source` tells where that has changed.
+    """
+
+    def __init__(self, is_source: Callable[[int], bool]) -> None:
+        self._is_source = is_source
         self._nodes: dict[tuple[int, bytes], int] = {}
         self._keys: dict[int, tuple[int, bytes]] = {}
-        self._only_child: dict[int, int] = {}  # parent -> child, or _SEVERAL: see _by_first_token
-        self._by_first_token: dict[tuple[int, bytes], dict[int, None]] = {}
+        self._only_child: dict[int, int] = {}  # parent -> child, or _SEVERAL: see _tries
+        self._tries: dict[int, SiblingTrie] = {}  # by parent
+        self._trie_of: dict[int, SiblingTrie] = {}  # by child
 
     def __contains__(self, node: int) -> bool:
         return node in self._keys
@@ -45,8 +50,9 @@ class ChildIndex:
             return
         if only != _SEVERAL:
             self._only_child[parent] = _SEVERAL
-            self._list(only)
-        self._list(node)
+            self._tries[parent] = SiblingTrie()
+            self._file(self._tries[parent], only)
+        self._file(self._tries[parent], node)
 
     def add_chain(self, parent: int, blocks: Sequence[bytes], nodes: Sequence[int]) -> None:
         """Like `add` of each block below the one before, in a fraction of the time. The nodes are new, and so is the
@@ -61,29 +67,49 @@ class ChildIndex:
         """Forget a node without children; its parent."""
         parent, tokens = self._keys.pop(node)
         del self._nodes[parent, tokens]
-        self._only_child.pop(node, None)
-        if self._only_child[parent] == node:
+        trie = self._trie_of.pop(node, None)
+        if trie is not None:
+            trie.remove(node)
+        if not trie:
+            self._tries.pop(parent, None)
             del self._only_child[parent]
-            return parent
-        siblings = self._by_first_token[parent, tokens[:_TOKEN_BYTES]]
-        del siblings[node]
-        if not siblings:
-            del self._by_first_token[parent, tokens[:_TOKEN_BYTES]]
         return parent
 
-    def parting_children(self, parent: int, block: bytes) -> Iterator[tuple[int, int]]:
-        """The children of `parent` that begin like `block`: (node, number of equal first tokens)."""
-        first_token = block[:_TOKEN_BYTES]
-        only = self._only_child.get(parent, _SEVERAL)
-        listed = self._by_first_token.get((parent, first_token), ()) if only == _SEVERAL else (only,)
-        for node in listed:
-            tokens = self.tokens(node)
-            if tokens[:_TOKEN_BYTES] != first_token:
-                continue
-            length = min(len(tokens), len(block)) // _TOKEN_BYTES
-            same = np.frombuffer(tokens, np.int32, length) == np.frombuffer(block, np.int32, length)
-            yield node, length if same.all() else int(same.argmin())
+    def is_noted_source(self, node: int) -> bool | None:
+        """What `note_source` noted; None where nothing is noted, for the node has no siblings."""
+        return self._trie_of[node].is_source(node) if node in self._trie_of else None
 
-    def _list(self, node: int) -> None:
-        parent, tokens = self._keys[node]
-        self._by_first_token.setdefault((parent, tokens[:_TOKEN_BYTES]), {})[node] = None
+    def note_source(self, node: int) -> None:
+        """Whether copies may be taken of the node's block may have changed."""
+        trie = self._trie_of.get(node)
+        if trie is not None:
+            trie.set_source(node, self._is_source(node))
+
+    def note_sources(self, nodes: Set[int]) -> None:
+        for node in self._trie_of.keys() & nodes:
+            self.note_source(node)
+
+    def closest(self, parent: int, block: bytes, most_tokens: int) -> Closest:
+        """Which children of `parent` have most in common with `block`, where a copy of more than `most_tokens` tokens
+        is of no use."""
+        only = self._only_child.get(parent, NO_NODE)
+        if only == NO_NODE:
+            return NOTHING_CLOSE
+        if only == _SEVERAL:
+            return self._tries[parent].closest(block, most_tokens)
+        common = num_common_bytes(self.tokens(only), block) // TOKEN_BYTES
+        usable = min(common, most_tokens)
+        return Closest(common, only, usable) if usable > 0 and self._is_source(only) else Closest(common, NO_NODE, 0)
+
+    def beginnings(self, parent: int, block: bytes) -> list[int]:
+        """The children of `parent` that `block` begins with and goes on after, oldest first."""
+        only = self._only_child.get(parent, NO_NODE)
+        if only == _SEVERAL:
+            return self._tries[parent].beginnings(block)
+        is_one = only != NO_NODE and len(self.tokens(only)) < len(block) and block.startswith(self.tokens(only))
+        return [only] if is_one else []
+
+    def _file(self, trie: SiblingTrie, node: int) -> None:
+        trie.add(node, self.tokens(node))
+        self._trie_of[node] = trie
+        self.note_source(node)

@@ -6,13 +6,17 @@ may never be asked for again, and of two that are asked for, the one that is nee
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from sortedcontainers import SortedList
 
 
 @dataclass(slots=True, eq=False)
 class Expectation:
-    """A waiting request counts on the resume point at `node`. rank: requests of lower rank run sooner.
+    """A waiting request counts on the resume point at `node`. rank: requests of lower rank run sooner; once it is
+    added, only `Expectations.rerank` changes it.
 
     num_tokens: what it need not compute. num_bytes: pages that are cached for it and its like alone.
     is_live turns False when the resume point is evicted all the same.
@@ -25,12 +29,28 @@ class Expectation:
     is_live: bool = True
 
 
+class _ExpectedNode:
+    """Who expects it, in the order of their coming, and their ranks. since: less where it is expected for longer."""
+
+    __slots__ = ("expectations", "ranks", "since")
+
+    def __init__(self, since: int) -> None:
+        self.since = since
+        self.expectations: OrderedDict[Expectation, None] = OrderedDict()
+        self.ranks = SortedList()
+
+    @property
+    def first(self) -> Expectation:
+        return next(iter(self.expectations))
+
+
 class Expectations:
-    """By node. Sums count a node once, however many requests expect it."""
+    """By node. Sums count a node once, however many requests expect it. Costs do not grow with their number."""
 
     def __init__(self) -> None:
         self.num_requests = self.num_tokens = self.num_bytes = 0
-        self._by_node: dict[int, list[Expectation]] = {}
+        self._by_node: dict[int, _ExpectedNode] = {}
+        self._num_added = 0
 
     def __contains__(self, node: int) -> bool:
         return node in self._by_node
@@ -39,38 +59,62 @@ class Expectations:
         """Number of nodes that are expected."""
         return len(self._by_node)
 
-    def num_bytes_at(self, node: int) -> int:
-        expectations = self._by_node.get(node)
-        return expectations[0].num_bytes if expectations else 0
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._by_node)
 
-    def last_to_run(self) -> Iterator[int]:
-        """The expected nodes, those that are needed last first."""
-        return iter(sorted(self._by_node, key=lambda node: -min(one.rank for one in self._by_node[node])))
+    def num_bytes_at(self, node: int) -> int:
+        expected = self._by_node.get(node)
+        return expected.first.num_bytes if expected else 0
+
+    def turn(self, node: int) -> tuple[int, int]:
+        """Of two expected nodes the one with the smaller turn can be done without sooner: the soonest of those who
+        expect it will run later, or as late, and it was expected before."""
+        expected = self._by_node[node]
+        return -expected.ranks[0], expected.since
 
     def add(self, expectation: Expectation) -> None:
-        self._count(expectation.node, -1)
-        self._by_node.setdefault(expectation.node, []).append(expectation)
-        self._count(expectation.node, +1)
+        expected = self._by_node.get(expectation.node)
+        if expected is None:
+            self._num_added += 1
+            expected = self._by_node[expectation.node] = _ExpectedNode(self._num_added)
+            self.num_tokens += expectation.num_tokens
+            self.num_bytes += expectation.num_bytes
+        expected.expectations[expectation] = None
+        expected.ranks.add(expectation.rank)
+        self.num_requests += 1
+
+    def rerank(self, expectation: Expectation, rank: int) -> None:
+        """The request will run at another time than was thought."""
+        if expectation.is_live:
+            ranks = self._by_node[expectation.node].ranks
+            ranks.remove(expectation.rank)
+            ranks.add(rank)
+        expectation.rank = rank
 
     def settle(self, expectation: Expectation) -> None:
         """The request waits no more."""
-        if expectation.is_live:
-            expectation.is_live = False
-            self._count(expectation.node, -1)
-            self._by_node[expectation.node].remove(expectation)
-            self._count(expectation.node, +1)
-            if not self._by_node[expectation.node]:
-                del self._by_node[expectation.node]
+        if not expectation.is_live:
+            return
+        expectation.is_live = False
+        node = expectation.node
+        self._count(node, -1)
+        expected = self._by_node[node]
+        del expected.expectations[expectation]
+        expected.ranks.remove(expectation.rank)
+        if not expected.expectations:
+            del self._by_node[node]
+        self._count(node, +1)
 
     def disappoint(self, node: int) -> None:
         """The resume point at `node` is gone."""
         self._count(node, -1)
-        for expectation in self._by_node.pop(node, ()):
+        expected = self._by_node.pop(node, None)
+        for expectation in expected.expectations if expected else ():
             expectation.is_live = False
 
     def _count(self, node: int, sign: int) -> None:
-        expectations = self._by_node.get(node)
-        if expectations:
-            self.num_requests += sign * len(expectations)
-            self.num_tokens += sign * expectations[0].num_tokens
-            self.num_bytes += sign * expectations[0].num_bytes
+        expected = self._by_node.get(node)
+        if expected:
+            self.num_requests += sign * len(expected.expectations)
+            self.num_tokens += sign * expected.first.num_tokens
+            self.num_bytes += sign * expected.first.num_bytes

@@ -122,12 +122,14 @@ def _check_step_pages(manager: HybridBlockManager) -> None:
 def _check_tree(manager: HybridBlockManager, tree_nodes: set[int], refs: Counter[tuple[int, int]]) -> None:
     tree = manager.tree
     holds: Counter[tuple[int, int]] = Counter()
-    for node, held in tree.resume_points.items():
+    for node in tree.resume_points:
         _require(node in tree_nodes, f"resume point at node {node}, which is gone")
-        holds.update(held)
+        holds.update(tree.resume_points.held(node))
     _require(all(node in tree_nodes for _, node in tree.spare), "a spare page of a node that is gone")
-    for node in tree.expected.last_to_run():
+    for node in tree.expected:
         _require(node in tree.resume_points, f"node {node} is expected, but no resume point")
+    _require(tree.knows_what_to_evict(), "a resume point is set aside, though without it a page would be free")
+    _require(tree.knows_its_sources(), "a node with siblings is taken for a source of copies, or for none, wrongly")
     children = Counter(int(tree.parent[node]) for node in tree_nodes)
     roots = set(tree.roots().values())
     for node in tree_nodes:

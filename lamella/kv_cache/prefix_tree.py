@@ -32,8 +32,9 @@ import numpy as np
 
 from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.child_index import NO_NODE, ChildIndex
-from lamella.kv_cache.expectations import Expectations
+from lamella.kv_cache.expectations import Expectation, Expectations
 from lamella.kv_cache.prefix_match import NO_MATCH, PrefixMatch
+from lamella.kv_cache.resume_points import Page, ResumePoints
 from lamella.kv_cache.spec import KVCacheSpec, ceil_div
 
 Salt = str | None
@@ -64,13 +65,12 @@ class PrefixTree:
         self._num_rows = 0
         self._roots: dict[Salt, int] = {}
         self._salt_of: dict[int, Salt] = {}
-        self._index = ChildIndex()
+        self._index = ChildIndex(self._is_source)
         # Nodes whose contents the step in preparation will compute: shared as whole blocks, never copied from.
         self.pending: set[int] = set()
-        # Resume points by the node they end at, oldest use first -> the (group, node) pages they hold.
-        self.resume_points: OrderedDict[int, list[tuple[int, int]]] = OrderedDict()
-        self.spare: OrderedDict[tuple[int, int], None] = OrderedDict()  # (group, node), oldest first
         self.expected = Expectations()
+        self.resume_points = ResumePoints(self.expected)
+        self.spare: OrderedDict[Page, None] = OrderedDict()  # oldest first
 
     def _allocate_rows(self, capacity: int) -> None:
         num_groups = len(self.specs)
@@ -133,27 +133,48 @@ class PrefixTree:
                 break
             path.append(following)
             node = following
-        whole_tokens = len(path) * page_tokens
-        # Without a child that goes on inside the next block; then with each that does.
-        best = self._resume_of(path, NO_NODE, min(whole_tokens, max_tokens))
-        structural = whole_tokens
-        for child, common in self._index.parting_children(
-            node, raw[len(path) * block_bytes : (len(path) + 1) * block_bytes]
-        ):
-            structural = max(structural, whole_tokens + common)
-            found = self._resume_of(path, child, min(whole_tokens + common, max_tokens))
-            best = max(best, found, key=lambda match: match.num_tokens)
-        return best._replace(num_structural_tokens=structural, whole_path=path)
+        num_blocks, whole_tokens = len(path), len(path) * page_tokens
+        rest = raw[num_blocks * block_bytes : (num_blocks + 1) * block_bytes]
+        closest = self._index.closest(node, rest, max_tokens - whole_tokens)
+        structural = whole_tokens + closest.num_common
+        # A child that shares less would do no better: what a resume needs of the blocks before is the more the sooner
+        # in the block it is.
+        num_tokens = whole_tokens + closest.num_usable
+        if closest.source != NO_NODE and self._has_windows(path, num_tokens):
+            return PrefixMatch(num_tokens, path, closest.source, structural, path)
+        limit = min(whole_tokens, max_tokens)
+        if limit % page_tokens and path[limit // page_tokens] in self.pending:
+            limit -= limit % page_tokens
+        num_tokens = self._longest_resume(path, limit)
+        num_blocks = num_tokens // page_tokens
+        tail_node = path[num_blocks] if num_tokens % page_tokens else NO_NODE
+        return PrefixMatch(num_tokens, path[:num_blocks], tail_node, structural, path)
 
-    def _resume_of(self, path: list[int], child: int, limit: int) -> PrefixMatch:
-        """The longest resume point of at most `limit` tokens on `path` and, after it, inside `child`."""
-        nodes = path if child == NO_NODE else [*path, child]
-        if limit % self.page_tokens and nodes[limit // self.page_tokens] in self.pending:
-            limit -= limit % self.page_tokens
-        num_tokens = self._longest_resume(nodes, limit)
-        num_blocks = num_tokens // self.page_tokens
-        tail_node = nodes[num_blocks] if num_tokens % self.page_tokens else NO_NODE
-        return PrefixMatch(num_tokens, nodes[:num_blocks], tail_node, limit)
+    def _has_windows(self, path: list[int], position: int) -> bool:
+        """Whether the blocks of `path`, which ends in the block before `position`, have what a resume there needs."""
+        for group in self.windowed_groups:
+            pages = self.page_at[group]
+            first = self.specs[group].first_needed(position) // self.page_tokens
+            if any(pages[node] == NULL_PAGE for node in path[first:]):
+                return False
+        return True
+
+    def knows_its_sources(self) -> bool:
+        """Whether what is noted of nodes with siblings is so."""
+        noted = ((node, self._index.is_noted_source(node)) for node in self._index)
+        return all(is_source in (None, self._is_source(node)) for node, is_source in noted)
+
+    def knows_what_to_evict(self) -> bool:
+        """Whether letting go any resume point that is set aside would free nothing."""
+        return not any(
+            self.resume_points.is_set_aside(node) and self._keeps_memory(node) for node in self.resume_points
+        )
+
+    def _is_source(self, node: int) -> bool:
+        """Whether who shares a part of the node's block may copy that."""
+        return node not in self.pending and all(
+            self.page_at[group][node] != NULL_PAGE for group in self.windowed_groups
+        )
 
     def _longest_resume(self, nodes: list[int], limit: int) -> int:
         """Largest h <= limit such that in every windowed group each block that meets
@@ -193,7 +214,8 @@ class PrefixTree:
         """Like `insert` of each of `blocks` (one at least, all whole) below the one before, in a fraction of the time.
         Returns the nodes, int64.
 
-        `parent` has no child for the first block. The caller gives them pages, references and a pin at once.
+        `parent` has no child for the first block. The caller gives them pages (`fill_chain`), references and a pin at
+        once.
         """
         nodes = self._new_rows(len(blocks))
         rows = np.array(nodes, dtype=np.int64)
@@ -220,6 +242,28 @@ class PrefixTree:
         self._num_rows += num_more
         return rows
 
+    def fill_chain(self, nodes: np.ndarray, pages: np.ndarray, *, is_pending: bool) -> None:
+        """Give new nodes (int64 [n], from `insert_chain`) their pages (int64 [num_groups, n], NULL_PAGE for none), each
+        with a reference. is_pending: the step in preparation will compute their contents."""
+        if is_pending:
+            self.pending.update(nodes.tolist())
+        self.page[:, nodes] = pages
+        self.refs[:, nodes] = pages != NULL_PAGE
+        self._index.note_source(int(nodes[0]))
+
+    def give_page(self, group: int, node: int, page: int) -> None:
+        """Give the node the page of `group` that it lacks. The caller locks or holds it at once."""
+        assert self.page_at[group][node] == NULL_PAGE, "a page would be lost"
+        self.page_at[group][node] = page
+        if self._is_windowed[group]:
+            self._index.note_source(node)
+
+    def end_pending(self) -> None:
+        """What the step was to compute is there, or its nodes are gone."""
+        nodes = self.pending
+        self.pending = set()
+        self._index.note_sources(nodes)
+
     # References
 
     def lock(self, group: int, node: int) -> int:
@@ -238,6 +282,7 @@ class PrefixTree:
         refs[node] = left
         if not left:
             self._release_window_page(group, node)
+            self.resume_points.note_unused_page((group, node))
             self.prune(node)
 
     def pin(self, node: int) -> None:
@@ -264,17 +309,16 @@ class PrefixTree:
         self.page_at[group][node] = NULL_PAGE
         self.num_tombstones += 1
         self._free_page(group, page)
+        self._index.note_source(node)
 
     def prune(self, node: int) -> None:
         """Remove the node if it has no reason to exist, then its ancestors likewise."""
         if self._num_children_at[node]:
             return
-        while node in self._index and not (
-            self._num_children_at[node]
-            or self._pins_at[node]
-            or node in self.resume_points
-            or any(refs[node] for refs in self.refs_at)
-        ):
+        while node in self._index and not self._is_used(node):
+            if node in self.resume_points:
+                self.resume_points.note_unused(node)
+                return
             for group, pages in enumerate(self.page_at):
                 page = pages[node]
                 if page != NULL_PAGE:
@@ -287,9 +331,13 @@ class PrefixTree:
             self._num_children_at[parent] -= 1
             self._recycle(node)
             node = parent
-        if node in self._salt_of and not (self.num_children[node] or self.pins[node]):
+        if node in self._salt_of and not (self._num_children_at[node] or self._pins_at[node]):
             del self._roots[self._salt_of.pop(node)]
             self._recycle(node)
+
+    def _is_used(self, node: int) -> bool:
+        """Whether a child, a row that goes on there, or a reference keeps the node."""
+        return bool(self._num_children_at[node] or self._pins_at[node] or any(refs[node] for refs in self.refs_at))
 
     def _recycle(self, node: int) -> None:
         self._parent_at[node] = NO_NODE
@@ -298,19 +346,18 @@ class PrefixTree:
 
     # Resume points
 
-    def add_resume_point(self, node: int, window_nodes: list[tuple[int, int]]) -> None:
+    def add_resume_point(self, node: int, window_nodes: list[Page]) -> None:
         """Make the end of `node` a place to resume, holding the live pages `window_nodes` (group, node).
 
         One that was there is replaced. It becomes the most recently used.
         """
         for group, held in window_nodes:
-            assert self.page[group, held] != NULL_PAGE, "a resume point holds live pages only"
-            self.holds[group, held] += 1
+            assert self.page_at[group][held] != NULL_PAGE, "a resume point holds live pages only"
+            self._holds_at[group][held] += 1
             self.spare.pop((group, held), None)
-        previous = self.resume_points.pop(node, None)
-        self.resume_points[node] = window_nodes
-        if previous:
-            self._let_go(previous)
+        previous = self.resume_points.pop(node) if node in self.resume_points else []
+        self.resume_points.put(node, window_nodes)
+        self._let_go(previous)
 
     def drop_resume_point(self, node: int) -> None:
         """Give up the resume point at `node`, if there is one and no waiting request expects it."""
@@ -320,37 +367,54 @@ class PrefixTree:
 
     def touch(self, node: int) -> None:
         """The resume point at `node`, if there is one, was used now."""
-        if node in self.resume_points:
-            self.resume_points.move_to_end(node)
+        self.resume_points.touch(node)
 
     def pass_by(self, path: list[int]) -> None:
         """Something led on from each node of `path`, and a later place is kept: resume points from which nothing
         else leads on are the first to go."""
         for node in path:
-            if node in self.resume_points and self.num_children[node] == 1:
-                self.resume_points.move_to_end(node, last=False)
+            if self._num_children_at[node] == 1:
+                self.resume_points.pass_by(node)
 
     def pass_by_short_blocks(self, parent: int, block: bytes) -> None:
         """A whole block (token ids as bytes) under `parent` is kept: so much for the short ones it begins with."""
-        for node, num_common in self._index.parting_children(parent, block):
-            if 4 * num_common == len(self._index.tokens(node)) < len(block) and node in self.resume_points:
-                self.resume_points.move_to_end(node, last=False)
+        for node in self._index.beginnings(parent, block):
+            self.resume_points.pass_by(node)
+
+    # What waiting requests expect
+
+    def expect(self, expectation: Expectation) -> None:
+        """A waiting request counts on the resume point at the expectation's node, which there is."""
+        self.expected.add(expectation)
+        self.resume_points.reorder(expectation.node)
+
+    def rerank(self, expectation: Expectation, rank: int) -> None:
+        self.expected.rerank(expectation, rank)
+        self.resume_points.reorder(expectation.node)
+
+    def settle(self, expectation: Expectation) -> None:
+        """The request waits no more."""
+        self.expected.settle(expectation)
+        self.resume_points.reorder(expectation.node)
+
+    # Eviction
 
     def strip_one(self, can_be_replayed: Callable[[int], bool]) -> bool:
         """Let go the windows of the resume point that is worth least and has any that nobody uses, and only those
         if a request can do without them: can_be_replayed(number of tokens before it). False: there is none."""
         if self.spare:
             return self.evict_one()
-        for node in self._by_worth():
-            held = self.resume_points[node]
-            if any(not self.refs_at[group][page_node] for group, page_node in held):
-                if can_be_replayed(self._end_at[node]):
-                    self.resume_points[node] = []
-                    self._let_go(held, spare=False)
-                    self.num_evicted_resume_points += 1
-                else:
-                    self._evict(node)
-                return True
+        points = self.resume_points
+        while (node := points.first_with_windows()) != NO_NODE:
+            if not self._has_unused_page(points.held(node)):
+                points.set_windows_aside(node)
+                continue
+            if can_be_replayed(self._end_at[node]):
+                self._let_go(points.strip(node), spare=False)
+                self.num_evicted_resume_points += 1
+            else:
+                self._evict(node)
+            return True
         return False
 
     def evict_one(self) -> bool:
@@ -365,39 +429,37 @@ class PrefixTree:
             self._drop_window_page(group, node)
             self.num_evicted_spare_pages += 1
             return True
-        keeping = (node for node in self._by_worth() if self._keeps_memory(node, self.resume_points[node]))
-        chosen = next(keeping, NO_NODE)
-        if chosen == NO_NODE:
-            return False
-        self._evict(chosen)
-        return True
+        points = self.resume_points
+        while (node := points.first()) != NO_NODE:
+            if self._keeps_memory(node):
+                self._evict(node)
+                return True
+            points.set_aside(node)
+        return False
 
     def _evict(self, chosen: int) -> None:
         self.expected.disappoint(chosen)
         held = self.resume_points.pop(chosen)
-        parent = int(self.parent[chosen])
+        parent = self._parent_at[chosen]
         if not self.windowed_groups and parent in self._index and parent not in self.resume_points:
-            self.resume_points[parent] = []
-            self.resume_points.move_to_end(parent, last=False)
+            self.resume_points.put(parent, [])
+            self.resume_points.pass_by(parent)
         self._let_go(held, spare=False)
         self.prune(chosen)
         self.num_evicted_resume_points += 1
 
-    def _by_worth(self) -> Iterator[int]:
-        """Resume points, worth least first. To be left once one has changed."""
-        yield from (node for node in self.resume_points if node not in self.expected)
-        yield from self.expected.last_to_run()
-
-    def _keeps_memory(self, node: int, held: list[tuple[int, int]]) -> bool:
+    def _keeps_memory(self, node: int) -> bool:
         """Whether the resume point, alone or with others, is why an unused page is not free."""
-        if not (self.num_children[node] or self.pins[node] or self.refs[:, node].any()):
-            return True
-        return any(not self.refs[group, page_node] for group, page_node in held)
+        return not self._is_used(node) or self._has_unused_page(self.resume_points.held(node))
 
-    def _let_go(self, held: list[tuple[int, int]], *, spare: bool = True) -> None:
+    def _has_unused_page(self, held: list[Page]) -> bool:
+        return any(not self.refs_at[group][node] for group, node in held)
+
+    def _let_go(self, held: list[Page], *, spare: bool = True) -> None:
         for group, node in held:
-            self.holds[group, node] -= 1
+            holds = self._holds_at[group]
+            holds[node] -= 1
             if spare:
                 self._release_window_page(group, node)
-            elif not self.refs[group, node] and not self.holds[group, node]:
+            elif not self.refs_at[group][node] and not holds[node]:
                 self._drop_window_page(group, node)

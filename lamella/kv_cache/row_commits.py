@@ -35,7 +35,7 @@ class CommittingRows(RowPages):
             return
         tree, blocks = self.tree, self._blocks_of(row, token_ids, num_tokens)
         if blocks and tree.child(self._frontier_at[row], blocks[0]) == NO_NODE:
-            tree.pending.update(self._commit_new_blocks(row, blocks).tolist())
+            self._commit_new_blocks(row, blocks, is_pending=True)
 
     def commit(self, row: int, token_ids: np.ndarray, num_computed: int, *, ends_prompt: bool = False) -> None:
         """Enter the blocks that are complete at `num_computed` in the tree, and keep resume points.
@@ -117,23 +117,21 @@ class CommittingRows(RowPages):
                 return
             self._commit_block(row, self._num_committed_at[row], key)
 
-    def _commit_new_blocks(self, row: int, blocks: list[bytes]) -> np.ndarray:
-        """`_commit_block` for the row's next blocks, the first of which the tree has not: so it has none of them.
-        Returns their nodes (int64)."""
+    def _commit_new_blocks(self, row: int, blocks: list[bytes], *, is_pending: bool = False) -> None:
+        """`_commit_block` for the row's next blocks, the first of which the tree has not: so it has none of them."""
         tree, parent, first = self.tree, self._frontier_at[row], self._num_committed_at[row]
         nodes = tree.insert_chain(parent, blocks)
         pages = self.tables[:, row, first : first + len(nodes)]
         is_exact = np.arange(first, first + len(nodes)) >= self.scratch_end[:, row, None]
+        # Where slid already or a step page, there is nothing to give.
         pages = np.where(is_exact & (pages < self._first_step_page), pages, NULL_PAGE)
-        tree.page[:, nodes] = pages
-        tree.refs[:, nodes] = pages != NULL_PAGE  # where slid already or a step page, there is nothing to refer to
+        tree.fill_chain(nodes, pages, is_pending=is_pending)
         last = int(nodes[-1])
         tree.pin(last)
         tree.unpin(parent)
         self._frontier_at[row] = last
         self.nodes[row, first : first + len(nodes)] = nodes
         self._num_committed_at[row] = first + len(nodes)
-        return nodes
 
     def _commit_block(self, row: int, block: int, key: bytes) -> None:
         """Hand the block to the tree. Where the tree has it already, take the tree's pages for our own;
@@ -157,7 +155,7 @@ class CommittingRows(RowPages):
         if page == NULL_PAGE or page >= self._first_step_page or block < self._scratch_end_at[group][row]:
             return  # slid already, or nobody's, or inexact
         if tree.page_at[group][node] == NULL_PAGE:
-            tree.page_at[group][node] = page
+            tree.give_page(group, node, page)
             tree.lock(group, node)
             return
         if self.in_flight:  # the step may read the block where it has been

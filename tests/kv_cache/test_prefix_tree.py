@@ -38,7 +38,7 @@ class Bench:
             live = flags is None or flags[index // tree.page_tokens]
             for group, spec in enumerate(tree.specs):
                 if tree.page[group, node] == NULL_PAGE and (live or not spec.is_windowed):
-                    tree.page[group, node] = self._next_page
+                    tree.give_page(group, node, self._next_page)
                     self._next_page += 1
         held = [(g, n) for g in tree.windowed_groups for n in nodes if tree.page[g, n] != NULL_PAGE]
         tree.add_resume_point(nodes[-1], held)
@@ -130,9 +130,7 @@ def test_evicting_a_resume_point_keeps_what_others_need():
     first = bench.chain([1, 2, 3, 4])
     window_pages = [(1, int(tree.page[1, node])) for node in first]
     longer = bench.chain([1, 2, 3, 4, 5, 6, 7, 8], [False, False, True, True])
-    tree.resume_points[longer[-1]] = [(1, node) for node in longer[2:]]
-    for node in first:
-        tree.holds[1, node] -= 1
+    tree.add_resume_point(longer[-1], [(1, node) for node in longer[2:]])
     assert tree.evict_one()
     assert sorted(bench.freed) == sorted(window_pages)
     assert bench.match(range(1, 9)).num_tokens == 8

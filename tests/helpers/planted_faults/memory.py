@@ -5,9 +5,10 @@ from __future__ import annotations
 from lamella.engine.waiting_queue import WaitingQueue
 from lamella.kv_cache.arena import NULL_PAGE, Arena
 from lamella.kv_cache.block_manager import HybridBlockManager
-from lamella.kv_cache.child_index import NO_NODE
+from lamella.kv_cache.child_index import NO_NODE, ChildIndex
 from lamella.kv_cache.expectations import Expectations
 from lamella.kv_cache.prefix_tree import PrefixTree
+from lamella.kv_cache.resume_points import ResumePoints
 from lamella.kv_cache.spec import SlidingWindowSpec
 from tests.helpers.planted_faults.planting import replaced, replaces
 
@@ -94,7 +95,7 @@ def divergence_not_kept(original, manager, row, *args, **kwargs):
 def newest_evicted_first(original, tree):
     def reverse():
         for node in list(tree.resume_points)[::-1]:
-            tree.resume_points.move_to_end(node)
+            tree.resume_points.touch(node)
 
     reverse()
     evicted = original(tree)
@@ -164,14 +165,37 @@ def null_slab_handed_out(original, arena, group, count, near_page=NULL_PAGE):
 # Expectations, spare pages and passed resume points
 
 
-@replaces(Expectations, "last_to_run")
-def expected_evicted_in_the_order_of_need(original, expectations):
-    return iter([*original(expectations)][::-1])
+@replaces(Expectations, "turn")
+def expected_evicted_in_the_order_of_need(original, expectations, node):
+    rank, since = original(expectations, node)
+    return -rank, since
 
 
-@replaces(PrefixTree, "_by_worth")
-def expected_prefix_evicted_first(original, tree):
-    return iter([*tree.expected.last_to_run(), *original(tree)])
+@replaces(ResumePoints, "_worth")
+def expected_prefix_evicted_first(original, points, node):
+    is_expected, *others = original(points, node)
+    return (not is_expected, *others)
+
+
+@replaces(Expectations, "rerank")
+def rank_never_changes(original, expectations, expectation, rank):
+    pass
+
+
+@replaces(ResumePoints, "note_unused_page")
+def set_aside_for_good(original, points, page):
+    pass
+
+
+@replaces(ResumePoints, "note_unused")
+def set_aside_though_nothing_else_keeps_it(original, points, node):
+    pass
+
+
+@replaces(ChildIndex, "note_source")
+def tombstone_stays_a_source(original, index, node):
+    if index._is_source(node):
+        original(index, node)
 
 
 @replaces(HybridBlockManager, "settle")
@@ -209,7 +233,8 @@ def spare_page_stays_listed_when_held(original, tree, node, window_nodes):
 
 @replaces(PrefixTree, "evict_one")
 def spare_evicted_last(original, tree):
-    if not any(tree._keeps_memory(node, held) for node, held in tree.resume_points.items()):
+    points = tree.resume_points
+    if not any(tree._keeps_memory(node) for node in points):
         return original(tree)
     spare = list(tree.spare)
     tree.spare.clear()
@@ -233,8 +258,7 @@ def nothing_is_passed(original, tree, path):
 @replaces(PrefixTree, "pass_by")
 def branch_points_are_passed(original, tree, path):
     for node in path:
-        if node in tree.resume_points:
-            tree.resume_points.move_to_end(node, last=False)
+        tree.resume_points.pass_by(node)
 
 
 @replaces(PrefixTree, "pass_by_short_blocks")

@@ -14,7 +14,7 @@ from lamella.engine.admission import Admission
 from lamella.engine.scheduler import Scheduler
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.prefix_tree import PrefixTree
-from tests.helpers.planted_faults.planting import replaces
+from tests.helpers.planted_faults.planting import replaced, replaces
 
 # Copy on write
 
@@ -55,14 +55,13 @@ def failed_step_leaves_its_copies(original, scheduler):
 @replaces(HybridBlockManager, "commit_ahead")
 def pending_block_copied_from(original, manager, *args, **kwargs):
     original(manager, *args, **kwargs)
-    manager.tree.pending.clear()
+    manager.tree.end_pending()
 
 
 @replaces(HybridBlockManager, "end_step")
 def pending_block_never_settles(original, manager):
-    pending = set(manager.tree.pending)
-    original(manager)
-    manager.tree.pending.update(pending)
+    with replaced(PrefixTree, "end_pending", lambda _, tree: None):
+        original(manager)
 
 
 @replaces(Scheduler, "_preempt")
