@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import logging
 import time
 from collections import deque
@@ -12,11 +13,13 @@ from types import TracebackType
 from typing import Any
 
 from lamella.engine.config import EngineConfig
+from lamella.engine.held_interrupts import HeldInterrupts
 from lamella.engine.model_setup import LoadedEngine, load_engine
 from lamella.engine.output_processor import OutputProcessor
 from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, parse_prompt
 from lamella.engine.request import Request
+from lamella.engine.request_rows import require_fitting
 from lamella.engine.sampling_params import SamplingParams
 from lamella.errors import EngineClosedError, RequestError
 from lamella.kv_cache import invariants
@@ -50,6 +53,14 @@ class EngineStats:
         return self.kv_cache.pages
 
 
+class _Books(enum.Enum):
+    """What an exception would find: see docs/failures.md."""
+
+    SETTLED = "settled"  # between calls: nothing is under way
+    PLANNED = "planned"  # steps are planned and nothing else: `Scheduler.roll_back` undoes them
+    HALF_DONE = "half done"  # the scheduler begins anew, with what is kept of the requests
+
+
 class Engine:
     """One model and its KV cache. Several engines can live in one process; one thread at a time each.
 
@@ -67,6 +78,8 @@ class Engine:
         self._outputs = OutputProcessor(self._loaded.tokenizer)
         self._num_arrived = 0
         self._launched: deque[LaunchedStep] = deque()  # oldest first; between calls of `step` one at most
+        self._books = _Books.SETTLED
+        self._interrupts = HeldInterrupts()
         wants_async = self.config.async_scheduling
         self.is_async = self._loaded.runner.device.type == "cuda" if wants_async is None else wants_async
         self.load_seconds = time.monotonic() - started
@@ -103,8 +116,8 @@ class Engine:
         return parsed
 
     def add_parsed(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams) -> None:
-        """Queue what `parse` returned."""
-        loaded = self._require_open()
+        """Queue what `parse` returned. Whatever is raised, all n samples are queued, or none."""
+        loaded = self._require_settled()
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r}: must be a string")
         if request_id in self._outputs:
@@ -129,27 +142,43 @@ class Engine:
             )
             for index in range(params.n)
         ]
-        self._num_arrived += 1
-        self._outputs.add(prompt.text, params, requests)
-        for request in requests:
-            loaded.scheduler.add(request)
+        require_fitting(requests[0])
+        conversation = self._outputs.new_conversation(prompt.text, params, requests)
+        num_arrived = self._num_arrived
+        try:
+            self._books = _Books.HALF_DONE
+            for request in requests:
+                loaded.scheduler.add(request)
+            self._num_arrived = num_arrived + 1
+            self._outputs.add(conversation)
+            self._books = _Books.SETTLED
+        except BaseException:
+            if request_id not in self._outputs:
+                self._num_arrived = num_arrived
+            self._recover(loaded)
+            raise
 
     def abort(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
-        """End requests now; returns their last outputs (finish_reason "abort"). Unknown ids are ignored:
-        they may just have finished."""
-        loaded = self._require_open()
-        outputs = []
-        for one in [request_id] if isinstance(request_id, str) else list(request_id):
-            if one in self._outputs:
-                for request in self._outputs.requests_of(one):
-                    if not request.is_finished:
-                        loaded.scheduler.finish(request, "abort")
-                outputs.append(self._outputs.abort(one))
-        self._drop_moot_steps(loaded)
-        return outputs
+        """End requests now; returns their last outputs (finish_reason "abort"), and those that no `step` came to
+        return. Unknown ids are ignored: they may just have finished. If it is interrupted, all are ended or none; the
+        next `step` returns outputs that this call could not."""
+        loaded = self._require_settled()
+        given = dict.fromkeys([request_id] if isinstance(request_id, str) else request_id)
+        try:
+            self._books = _Books.HALF_DONE
+            ended = self._outputs.abort([one for one in given if one in self._outputs])
+            for request in ended:
+                loaded.scheduler.finish(request, "abort")
+            self._drop_moot_steps(loaded)
+            self._books = _Books.SETTLED
+        except BaseException:
+            self._recover(loaded)
+            raise
+        return self._outputs.take_of(given)
 
     def has_unfinished_requests(self) -> bool:
-        return self._loaded is not None and len(self._outputs) > 0
+        """Whether there is anything to `step` for: a request that runs or waits, or an output that nobody got."""
+        return self._loaded is not None and (len(self._outputs) > 0 or self._outputs.has_outputs)
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -159,43 +188,50 @@ class Engine:
         """Run one step of the batch; returns the outputs of requests that got a token (or, for
         FINAL_ONLY, that finished). With async scheduling the next step is launched before this one's outputs are made.
 
-        A request whose logits are no numbers ends alone, with finish_reason "error". If a step fails, its requests and
-        those of a step launched after it wait again, and the error is raised."""
-        loaded = self._require_open()
-        if not self._launched and not self._launch(loaded):
-            return []
-        if self.is_async:
-            self._launch(loaded)
-        outputs = self._process(loaded)
-        self._drop_moot_steps(loaded)
-        if self.config.check_invariants:
-            self.check_invariants()
-        return outputs
+        A request whose logits are no numbers ends alone, with finish_reason "error". Whatever else is raised leaves the
+        requests as they were before the step, or as they are after it, and is raised here: call `step` again to go on,
+        which also returns the outputs that this call could not. Ctrl-C is held back until the step is done; a second
+        one interrupts it. docs/failures.md has the rules."""
+        self._interrupts.run(self._step)
+        return self._outputs.take()
+
+    def _step(self) -> None:
+        loaded = self._require_settled()
+        if self._outputs.has_outputs:
+            return  # of a step that was interrupted when it was done
+        try:
+            if not self._launched and not self._launch(loaded):
+                self._books = _Books.SETTLED
+                return
+            if self.is_async:
+                self._launch(loaded)
+            self._process(loaded)
+            self._drop_moot_steps(loaded)
+            if self.config.check_invariants:
+                invariants.check(loaded.manager)
+            self._books = _Books.SETTLED
+        except BaseException:
+            self._recover(loaded)
+            raise
 
     def _launch(self, loaded: LoadedEngine) -> bool:
         """Plan and launch a step; False if there is none to launch now."""
-        try:
-            plan = loaded.scheduler.schedule()
-            if plan is None:
-                return False
-            self._launched.append(loaded.runner.launch(plan))
-        except BaseException:
-            self._roll_back(loaded)
-            raise
+        self._books = _Books.HALF_DONE
+        plan = loaded.scheduler.schedule()
+        if plan is None:
+            return False
+        self._books = _Books.PLANNED
+        self._launched.append(loaded.runner.launch(plan))
         return True
 
-    def _process(self, loaded: LoadedEngine) -> list[RequestOutput]:
+    def _process(self, loaded: LoadedEngine) -> None:
         """Wait for the oldest launched step and take in what it computed."""
-        try:
-            result = self._launched.popleft().result()
-        except BaseException:
-            self._roll_back(loaded)
-            raise
-        new_tokens = loaded.scheduler.update(result)
-        outputs, stopped = self._outputs.process(new_tokens)
-        for request, stop_string in stopped:
+        self._books = _Books.PLANNED
+        result = self._launched[0].result()
+        self._books = _Books.HALF_DONE
+        self._launched.popleft()
+        for request, stop_string in self._outputs.process(loaded.scheduler.update(result)):
             loaded.scheduler.finish(request, "stop", stop_string)
-        return outputs
 
     def _drop_moot_steps(self, loaded: LoadedEngine) -> None:
         """Where no request is left, steps in flight compute nothing for anybody: have their memory back."""
@@ -204,10 +240,34 @@ class Engine:
                 self._process(loaded)
             except Exception:  # nobody's tokens are lost, and the outputs that are ready must not be
                 logger.warning("a step in flight that no request needed any more failed", exc_info=True)
+                self._recover(loaded)
 
-    def _roll_back(self, loaded: LoadedEngine) -> None:
-        self._launched.clear()
-        loaded.scheduler.roll_back()
+    def _recover(self, loaded: LoadedEngine) -> None:
+        """Go back to between two steps, from wherever an exception came. If it is interrupted, it is to be called again
+        before anything else: `_require_settled` does."""
+        if self._books is _Books.PLANNED:
+            self._books = _Books.HALF_DONE  # as long as it is being undone
+            try:
+                self._drain()
+                loaded.scheduler.roll_back()
+                self._books = _Books.SETTLED
+            except Exception:
+                logger.warning("a step could not be rolled back; the cache is emptied", exc_info=True)
+        is_half_done = self._books is _Books.HALF_DONE
+        self._outputs.settle(restores=is_half_done)
+        if is_half_done:
+            self._drain()
+            loaded.scheduler.restart(self._outputs.unfinished(), self._outputs.num_kept_tokens)
+        self._books = _Books.SETTLED
+
+    def _drain(self) -> None:
+        """Drop the steps in flight, when they are over: until then they write to pages."""
+        while self._launched:
+            try:
+                self._launched[0].result()
+            except Exception:  # most often the one that has been raised already
+                logger.debug("a step in flight that is dropped failed", exc_info=True)
+            self._launched.popleft()
 
     # The rest
 
@@ -259,13 +319,24 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes that no running request uses; True when none is left."""
-        return self._require_open().manager.reset_prefix_cache()
+        loaded = self._require_settled()
+        try:
+            self._books = _Books.HALF_DONE
+            is_empty = loaded.manager.reset_prefix_cache()
+            self._books = _Books.SETTLED
+        except BaseException:
+            self._recover(loaded)
+            raise
+        return is_empty
 
     def close(self) -> None:
         """Give all memory back. Unfinished requests are dropped; closing twice is fine."""
-        self._loaded = None
+        loaded, self._loaded = self._loaded, None
         self._launched.clear()
         self._outputs.clear()
+        self._books = _Books.SETTLED
+        if loaded is not None:
+            loaded.let_go()  # whoever keeps an error of a failed step keeps `loaded` with it
 
     def __enter__(self) -> Engine:
         return self
@@ -279,6 +350,14 @@ class Engine:
         if self._loaded is None:
             raise EngineClosedError("the engine is closed: make a new one")
         return self._loaded
+
+    def _require_settled(self) -> LoadedEngine:
+        """For calls that change something: where an exception came again while the engine recovered from one, that is
+        made up for now."""
+        loaded = self._require_open()
+        if self._books is not _Books.SETTLED:
+            self._recover(loaded)
+        return loaded
 
     def _draw_seed(self) -> int:
         """A seed for a request that gives none: depends on the engine's seed and the order of arrival."""

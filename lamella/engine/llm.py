@@ -33,6 +33,7 @@ class LLM:
         engine_arguments.setdefault("scheduling_policy", "prefix")
         self.engine = Engine(EngineConfig(model=model, **engine_arguments))
         self._next_id = itertools.count()
+        self._ids: list[str] = []  # of the requests of a call of `generate` that may not have ended them
 
     @property
     def load_seconds(self) -> float:
@@ -138,6 +139,9 @@ class LLM:
         self, prompts: list[ParsedPrompt], all_params: list[SamplingParams], use_tqdm: bool | Callable[..., tqdm[Any]]
     ) -> list[RequestOutput]:
         engine = self.engine
+        if self._ids:  # a call was interrupted, and interrupted again before it had ended its requests
+            engine.abort(self._ids)
+            self._ids = []
         if engine.has_unfinished_requests():
             raise LamellaError(
                 f"the engine still has {engine.num_unfinished_requests} requests from add_request: step until they "
@@ -147,6 +151,7 @@ class LLM:
         finished: dict[str, RequestOutput] = {}
         progress = _Progress(len(prompts), use_tqdm)
         try:
+            self._ids = ids
             for request_id, prompt, params in zip(ids, prompts, all_params, strict=True):
                 final_only = dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
                 engine.add_parsed(request_id, prompt, final_only)
@@ -155,7 +160,8 @@ class LLM:
                     finished[output.request_id] = output
                     progress.add(output)
         finally:
-            engine.abort(request_id for request_id in ids if request_id not in finished)
+            engine.abort(ids)  # those that have finished are unknown to it
+            self._ids = []
             progress.close()
         return [finished[request_id] for request_id in ids]
 

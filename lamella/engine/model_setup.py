@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,11 @@ class LoadedEngine:
     manager: HybridBlockManager
     scheduler: Scheduler
     runner: ModelRunner
+
+    def let_go(self) -> None:
+        """Hold nothing any more: not even who still holds this keeps the memory."""
+        for one in dataclasses.fields(self):
+            delattr(self, one.name)
 
 
 def load_engine(config: EngineConfig) -> LoadedEngine:

@@ -1,9 +1,18 @@
-"""From sampled tokens to what the user sees: text, stop strings, RequestOutputs."""
+"""From sampled tokens to what the user sees: text, stop strings, RequestOutputs.
+
+What is *kept* of each request (its tokens, how it ended, what was given out) is the truth that all else can be made
+anew from. A step's tokens are kept all at once, when everything that can be computed of them has been: before that
+they can be undone, from then on what is left to do only stores results, and is done again if it was interrupted.
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
 
 from lamella.engine.detokenizer import IncrementalDetokenizer
 from lamella.engine.new_tokens import NewTokens
@@ -13,19 +22,36 @@ from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
 from lamella.model_executor.step_plan import TokenLogprobs
 from lamella.model_executor.tokenizer import Tokenizer
 
+# Of a sample, as of the last step that was kept: tokens, tokens reported, finish_reason, stop_reason.
+_Kept = tuple[int, int, str | None, int | str | None]
+
 
 @dataclass(slots=True, eq=False)
 class _Sample:
     """One of the n samples of a user's request."""
 
     request: Request
-    detokenizer: IncrementalDetokenizer
-    token_ids: list[int]
+    detokenizer: IncrementalDetokenizer | None = None  # None: to be made from the tokens when it is needed
+    token_ids: list[int] = field(default_factory=list)
     num_reported: int = 0  # tokens in earlier DELTA outputs
+    kept: _Kept = (0, 0, None, None)
+
+    def keep(self) -> None:
+        request = self.request
+        self.kept = (len(self.token_ids), self.num_reported, request.finish_reason, request.stop_reason)
+
+    def restore(self) -> None:
+        """Back to what was kept, the request outside of any row included."""
+        request = self.request
+        num_tokens, self.num_reported, request.finish_reason, request.stop_reason = self.kept
+        del self.token_ids[num_tokens:]
+        del request.output_logprobs[num_tokens:]
+        output_ids = np.array(self.token_ids, dtype=np.int32)
+        request.token_ids = np.concatenate([request.token_ids[: request.num_prompt_tokens], output_ids])
 
 
 @dataclass(slots=True, eq=False)
-class _Conversation:
+class Conversation:
     """A user's request: its samples and what does not change between outputs."""
 
     prompt: str | None
@@ -33,11 +59,38 @@ class _Conversation:
     params: SamplingParams
     samples: list[_Sample]
 
+    @property
+    def request_id(self) -> str:
+        return self.samples[0].request.request_id
+
+    @property
+    def requests(self) -> list[Request]:
+        return [sample.request for sample in self.samples]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sample.request.is_finished for sample in self.samples)
+
+
+class _Finding(NamedTuple):
+    """All that a step, or an abort, comes to. It holds from the moment that it is found."""
+
+    samples: list[_Sample]
+    finished_ids: list[str]
+    outputs: list[RequestOutput]
+    num_kept_tokens: int
+
 
 class OutputProcessor:
+    """num_kept_tokens: generated tokens of all requests since the start, as far as they are kept."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._conversations: dict[str, _Conversation] = {}
+        self._conversations: dict[str, Conversation] = {}
+        self._outputs: list[RequestOutput] = []  # that are due and that nobody has taken yet
+        self._finding: _Finding | None = None
+        self._is_open = False  # something may have changed that is not kept
+        self.num_kept_tokens = 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._conversations
@@ -45,66 +98,160 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._conversations)
 
-    def add(self, prompt: str | None, params: SamplingParams, requests: list[Request]) -> None:
-        samples = [_Sample(request, IncrementalDetokenizer(self._tokenizer, params), []) for request in requests]
+    @property
+    def has_outputs(self) -> bool:
+        """Whether there are outputs that nobody has taken."""
+        return bool(self._outputs)
+
+    def new_conversation(self, prompt: str | None, params: SamplingParams, requests: list[Request]) -> Conversation:
         ids = requests[0].token_ids[: requests[0].num_prompt_tokens].tolist()
-        self._conversations[requests[0].request_id] = _Conversation(prompt, ids, params, samples)
+        return Conversation(prompt, ids, params, [_Sample(request) for request in requests])
+
+    def add(self, conversation: Conversation) -> None:
+        self._conversations[conversation.request_id] = conversation
+
+    def unfinished(self) -> Iterator[Request]:
+        """In order of arrival."""
+        for conversation in self._conversations.values():
+            for sample in conversation.samples:
+                if not sample.request.is_finished:
+                    yield sample.request
 
     def requests_of(self, request_id: str) -> list[Request]:
-        return [sample.request for sample in self._conversations[request_id].samples]
+        return self._conversations[request_id].requests
 
-    def process(self, new_tokens: NewTokens) -> tuple[list[RequestOutput], list[tuple[Request, str]]]:
-        """Take in a step's tokens.
+    def process(self, new_tokens: NewTokens) -> list[tuple[Request, str]]:
+        """Take in a step's tokens; `take` has the outputs that are due then.
 
-        Returns the outputs due now, and the requests that a stop string ended (with the string): the
-        caller has the scheduler finish those.
+        Returns the requests that a stop string ended (with the string): the caller has the scheduler finish those.
         """
+        self._is_open = True
         stopped: list[tuple[Request, str]] = []
-        touched: dict[str, None] = {}
+        touched: dict[str, Conversation] = {}
+        samples: list[_Sample] = []
         for request, token_id in new_tokens.each():
             conversation = self._conversations[request.request_id]
             sample = conversation.samples[request.sample_index]
+            detokenizer = sample.detokenizer or self._detokenizer(conversation, sample)
             sample.token_ids.append(token_id)
-            touched[request.request_id] = None
+            samples.append(sample)
+            touched[request.request_id] = conversation
             # The text of an end token is no output, unless asked for.
             is_end = request.finish_reason == "stop"
-            stop_string = sample.detokenizer.append(token_id, is_stop_token=is_end)
+            stop_string = detokenizer.append(token_id, is_stop_token=is_end)
             if stop_string is not None:
                 request.finish_reason, request.stop_reason = "stop", stop_string
                 stopped.append((request, stop_string))
             if request.is_finished:
-                sample.detokenizer.finish()
+                detokenizer.finish()
         for request in new_tokens.failed:
-            self._conversations[request.request_id].samples[request.sample_index].detokenizer.finish()
-            touched[request.request_id] = None
-        return self._outputs(list(touched)), stopped
+            conversation = self._conversations[request.request_id]
+            sample = conversation.samples[request.sample_index]
+            (sample.detokenizer or self._detokenizer(conversation, sample)).finish()
+            samples.append(sample)
+            touched[request.request_id] = conversation
+        self._keep(samples, touched.values(), len(new_tokens.token_ids))
+        return stopped
 
-    def abort(self, request_id: str) -> RequestOutput:
-        """The last output of a request whose unfinished samples were aborted; it is then forgotten."""
-        for sample in self._conversations[request_id].samples:
-            sample.detokenizer.finish()
-        return self._output(request_id, final=True)
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """End these requests, and forget them; `take` has their last outputs then. Returns those that were not
+        finished, which the caller has the scheduler finish."""
+        self._is_open = True
+        touched = [self._conversations[request_id] for request_id in request_ids]
+        samples = [(conversation, sample) for conversation in touched for sample in conversation.samples]
+        ended = [sample.request for _, sample in samples if not sample.request.is_finished]
+        for conversation, sample in samples:
+            (sample.detokenizer or self._detokenizer(conversation, sample)).finish()
+        for request in ended:
+            request.finish_reason, request.stop_reason = "abort", None
+        self._keep([sample for _, sample in samples], touched, 0)
+        return ended
+
+    def take(self) -> list[RequestOutput]:
+        """The outputs that are due, each once."""
+        outputs, nothing = self._outputs, list[RequestOutput]()
+        self._outputs = nothing
+        return outputs
+
+    def take_of(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """Those of these requests."""
+        wanted = set(request_ids)
+        taken = [output for output in self._outputs if output.request_id in wanted]
+        left = [output for output in self._outputs if output.request_id not in wanted]
+        self._outputs = left
+        return taken
+
+    def settle(self, *, restores: bool) -> None:
+        """After an exception: finish what was found, or undo what was not.
+
+        restores: tokens may have been given to requests that were not processed, or requests are not where they say.
+        They all go back to what is kept. If it is interrupted, it is to be called again before anything else."""
+        self._finish_finding()
+        if self._is_open or restores:
+            for conversation in self._conversations.values():
+                for sample in conversation.samples:
+                    if self._is_open:
+                        sample.detokenizer = None
+                    sample.restore()
+            self._is_open = False
 
     def clear(self) -> None:
         self._conversations.clear()
+        self._outputs = []
+        self._finding = None
+        self._is_open = False
 
-    def _outputs(self, request_ids: list[str]) -> list[RequestOutput]:
-        outputs = []
-        for request_id in request_ids:
-            conversation = self._conversations[request_id]
-            final = all(sample.request.is_finished for sample in conversation.samples)
-            if final or conversation.params.output_kind != RequestOutputKind.FINAL_ONLY:
-                outputs.append(self._output(request_id, final=final))
-        return outputs
+    def _keep(self, samples: list[_Sample], touched: Iterable[Conversation], num_new_tokens: int) -> None:
+        """What has come of the step is what holds, all of it."""
+        outputs, finished_ids = list(self._outputs), []
+        for conversation in touched:
+            is_finished = conversation.is_finished
+            if is_finished:
+                finished_ids.append(conversation.request_id)
+            if is_finished or conversation.params.output_kind != RequestOutputKind.FINAL_ONLY:
+                outputs.append(self._output(conversation, final=is_finished))
+                samples += conversation.samples if len(conversation.samples) > 1 else ()
+        self._finding = _Finding(samples, finished_ids, outputs, self.num_kept_tokens + num_new_tokens)
+        self._finish_finding()
 
-    def _output(self, request_id: str, *, final: bool) -> RequestOutput:
-        conversation = self._conversations[request_id]
+    def _finish_finding(self) -> None:
+        """Each line may run again."""
+        finding = self._finding
+        if finding is None:
+            return
+        for sample in finding.samples:
+            sample.keep()
+        for request_id in finding.finished_ids:
+            self._conversations.pop(request_id, None)
+        self._outputs = finding.outputs
+        self.num_kept_tokens = finding.num_kept_tokens
+        self._is_open = False
+        self._finding = None
+
+    def _detokenizer(self, conversation: Conversation, sample: _Sample) -> IncrementalDetokenizer:
+        """The sample's, as it was when its tokens were kept."""
+        detokenizer = IncrementalDetokenizer(self._tokenizer, conversation.params)
+        is_delta = conversation.params.output_kind is RequestOutputKind.DELTA
+        num_tokens, _, finish_reason, stop_reason = sample.kept
+        ends_by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
+        for index, token_id in enumerate(sample.token_ids[:num_tokens]):
+            detokenizer.append(token_id, is_stop_token=ends_by_token and index == num_tokens - 1)
+            if is_delta:
+                detokenizer.take_delta()
+        if finish_reason is not None:
+            detokenizer.finish()
+            if is_delta:
+                detokenizer.take_delta()
+        sample.detokenizer = detokenizer
+        return detokenizer
+
+    def _output(self, conversation: Conversation, *, final: bool) -> RequestOutput:
         first = conversation.samples[0].request
-        output = RequestOutput(
-            request_id=request_id,
+        return RequestOutput(
+            request_id=first.request_id,
             prompt=conversation.prompt,
             prompt_token_ids=conversation.prompt_token_ids,
-            outputs=[self._completion(sample, conversation.params) for sample in conversation.samples],
+            outputs=[self._completion(conversation, sample) for sample in conversation.samples],
             finished=final,
             metrics=RequestMetrics(
                 arrival_time=first.arrival_time,
@@ -115,21 +262,19 @@ class OutputProcessor:
             ),
             num_cached_tokens=first.num_cached_tokens or 0,
         )
-        if final:
-            del self._conversations[request_id]
-        return output
 
-    def _completion(self, sample: _Sample, params: SamplingParams) -> CompletionOutput:
-        request = sample.request
+    def _completion(self, conversation: Conversation, sample: _Sample) -> CompletionOutput:
+        request, params = sample.request, conversation.params
+        detokenizer = sample.detokenizer or self._detokenizer(conversation, sample)
         start = 0
         text = None
         if params.output_kind == RequestOutputKind.DELTA:
             start, sample.num_reported = sample.num_reported, len(sample.token_ids)
-            text = sample.detokenizer.take_delta()
+            text = detokenizer.take_delta()
         logprobs = request.output_logprobs
         return CompletionOutput(
             index=request.sample_index,
-            text=sample.detokenizer.text if text is None else text,
+            text=detokenizer.text if text is None else text,
             token_ids=sample.token_ids[start:],
             cumulative_logprob=sum(entry.logprob for entry in logprobs) if params.logprobs is not None else None,
             logprobs=[self._logprobs(entry) for entry in logprobs[start:]] if params.logprobs is not None else None,

@@ -10,6 +10,7 @@ import numpy as np
 
 from lamella.engine.request import NO_ROW, Request
 from lamella.engine.token_penalties import penalised_prompt_ids, token_penalties
+from lamella.errors import RequestError
 from lamella.model_executor.step_plan import SamplingBatch
 
 
@@ -21,6 +22,35 @@ class _SampledRows(NamedTuple):
     sampling: SamplingBatch  # but for draw_index, banned_token_ids and penalties
 
 
+_SETTINGS = {
+    "temperature": np.float64,
+    "top_k": np.int64,
+    "top_p": np.float64,
+    "min_p": np.float64,
+    "min_tokens": np.int64,
+    "logprobs": np.int64,
+    "presence_penalty": np.float64,
+    "frequency_penalty": np.float64,
+    "repetition_penalty": np.float64,
+}
+
+
+def require_fitting(request: Request) -> None:
+    """Raise RequestError where a row's arrays cannot take what the request asks for, so that it is refused before
+    anything is changed for it, and not in a step that others are in as well."""
+    values = {name: getattr(request.params, name) for name in _SETTINGS}
+    values["logprobs"] = -1 if values["logprobs"] is None else values["logprobs"]
+    numbers = [(name, value, _SETTINGS[name]) for name, value in values.items()]
+    numbers += [("seed", request.seed, np.uint64), ("max_tokens", request.max_total_tokens, np.int64)]
+    numbers += [("stop_token_ids", one, np.int64) for one in request.eos_token_ids | request.stop_token_ids]
+    for name, value, dtype in numbers:
+        try:
+            np.array([value], dtype=dtype)
+        except (OverflowError, TypeError, ValueError) as error:
+            kind = "64-bit number" if dtype is np.float64 else "64-bit integer"
+            raise RequestError(f"{name} is a value that fits no {kind} ({error}); give a smaller one") from error
+
+
 class RequestRows:
     """Token ids, positions and sampling settings of up to `num_rows` running requests.
 
@@ -29,7 +59,7 @@ class RequestRows:
     """
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
-        self.requests: list[Request | None] = [None] * num_rows
+        self._num_rows = num_rows
         self.tokens = np.zeros((num_rows, max_model_len), dtype=np.int32)
         self.num_tokens = np.zeros(num_rows, dtype=np.int64)
         self.num_computed = np.zeros(num_rows, dtype=np.int64)
@@ -43,12 +73,17 @@ class RequestRows:
         self.seeds = np.zeros(num_rows, dtype=np.uint64)
         self.min_tokens = np.zeros(num_rows, dtype=np.int64)
         self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
+        self.clear()
+
+    def clear(self) -> None:
+        """All rows are empty, whatever state an exception left behind. The requests are not asked."""
+        self.requests: list[Request | None] = [None] * self._num_rows
         # Rows whose requests have penalties -> the prompt's tokens that they are for.
         self._penalised_prompts: dict[int, np.ndarray] = {}
         # Ids that end some request in a row, with how many rows each: what sampled tokens are screened for.
         self._end_token_counts: Counter[int] = Counter()
         self.end_token_ids = np.zeros(0, dtype=np.int64)
-        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._free_rows = list(range(self._num_rows - 1, -1, -1))
         # What depends only on which requests are in which rows, as of the last step; None after any came or went.
         self._sampled: _SampledRows | None = None
 
@@ -71,12 +106,9 @@ class RequestRows:
         return bool(self._penalised_prompts)
 
     def put(self, request: Request, num_computed: int) -> int:
-        """Move a request into a free row; its tokens live there until `take`."""
-        row = self._free_rows.pop()
-        params = request.params
-        self.requests[row] = request
-        self._sampled = None
-        request.row = row
+        """Move a request into a free row; its tokens live there until `take`. Where its settings do not fit (see
+        `require_fitting`), that is raised before any row has changed hands."""
+        row, params = self.next_free_row, request.params
         self.tokens[row, : len(request.token_ids)] = request.token_ids
         self.num_tokens[row] = len(request.token_ids)
         self.num_computed[row] = num_computed
@@ -89,9 +121,16 @@ class RequestRows:
         self.seeds[row] = request.seed
         self.min_tokens[row] = params.min_tokens
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        penalised = None
         if params.has_penalties:
-            self._penalised_prompts[row] = penalised_prompt_ids(params, request.token_ids[: request.num_prompt_tokens])
+            penalised = penalised_prompt_ids(params, request.token_ids[: request.num_prompt_tokens])
         self._count_end_tokens(request, +1)
+        if penalised is not None:
+            self._penalised_prompts[row] = penalised
+        self._sampled = None
+        self._free_rows.pop()
+        self.requests[row] = request
+        request.row = row
         return row
 
     def take(self, row: int) -> Request:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from lamella.engine.gathered_tables import GatheredTables
 from lamella.engine.new_tokens import NewTokens, append_tokens
 from lamella.engine.planned_steps import PlannedStep, Reached
 from lamella.engine.preemption import choose_victim, has_pending_blocks
-from lamella.engine.request import Request
+from lamella.engine.request import NO_ROW, Request
 from lamella.engine.request_rows import RequestRows
 from lamella.engine.scheduler_counters import AdmissionCounters, SchedulerCounters
 from lamella.engine.step_builder import build_step_plan
@@ -54,24 +55,28 @@ class Scheduler:
         scheduling_policy: str = "fcfs",
     ) -> None:
         self.manager = manager
-        self.queue = WaitingQueue(manager, scheduling_policy)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens = min(chunk_tokens, max_num_batched_tokens)
         manager.max_replay_tokens = min(self.chunk_tokens, most_replay_tokens(manager))
         self.rows = RequestRows(max_num_seqs, max_model_len)
         self._admission = Admission(manager, self.rows, leaves_growth=scheduling_policy == "prefix")
+        self._scheduling_policy = scheduling_policy
+        self._one_each = np.ones(max_num_seqs, dtype=np.int64)
+        self._num_generated_tokens = self._num_steps = self._num_preemptions = 0
+        self._admissions = AdmissionCounters()
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        self.queue = WaitingQueue(self.manager, self._scheduling_policy)
         self.running: list[int] = []  # rows, oldest request first
-        self._tables = GatheredTables(manager)
+        self._tables = GatheredTables(self.manager)
         self._scheduled = np.zeros(0, dtype=np.int64)
         self._num_new = np.zeros(0, dtype=np.int64)
-        self._one_each = np.ones(max_num_seqs, dtype=np.int64)
         self._admitted: set[int] = set()  # rows that the step in preparation admits
         self._planned: deque[PlannedStep] = deque()  # not processed yet, oldest first: two at most
         self._leaving: list[int] = []  # rows of ended requests that a planned step computes for nothing
         self._must_wait = False  # the next plan needs what only processing the planned steps can give
         self._restarted: Request | None = None  # had to start anew alone in an empty arena
-        self._num_generated_tokens = self._num_steps = self._num_preemptions = 0
-        self._admissions = AdmissionCounters()
 
     # The outside
 
@@ -210,6 +215,29 @@ class Scheduler:
         manager.end_step()
         for request in preempted:
             self.queue.expect_first(request)
+
+    def restart(self, requests: Iterable[Request], num_generated_tokens: int) -> None:
+        """Begin anew with empty rows and an empty cache, whatever state an exception left behind.
+
+        requests: all that go on, in order of arrival, with their tokens so far: they wait, those that have run before
+        the others, as if they had been preempted. If it is interrupted, it is to be called again before anything else.
+        num_generated_tokens: of all requests since the start, as far as they were taken in.
+        """
+        started: list[Request] = []
+        fresh: list[Request] = []
+        for request in requests:
+            (started if request.admission_index >= 0 else fresh).append(request)
+            if request.row != NO_ROW:
+                request.num_preemptions += 1
+                self._num_preemptions += 1
+                request.row = NO_ROW
+        self.manager.clear()
+        self.rows.clear()
+        self._begin_empty()
+        self._num_generated_tokens = num_generated_tokens
+        started.sort(key=lambda request: request.admission_index)
+        for request in [*started, *fresh]:
+            self.queue.add(request, self._num_steps)
 
     # Running requests
 
@@ -354,8 +382,8 @@ class Scheduler:
                 elif not self.running:
                     self._clear_for(request, match)
                 return
-            self.queue.discard(request)
             self.rows.put(request, match.num_tokens)
+            self.queue.discard(request)
             self.running.append(row)
             self._admitted.add(row)
             self.rows.due[row] = self.manager.next_due(row)
@@ -392,7 +420,8 @@ class Scheduler:
 
     def _count_admission(self, request: Request, match: PrefixMatch) -> None:
         if request.num_cached_tokens is None:  # a resume is no hit
-            request.num_cached_tokens = match.num_tokens - match.num_skipped_tokens
-            request.first_scheduled_time = time.monotonic()
-            request.admission_index = self._admissions.num_requests
+            admission_index = self._admissions.num_requests
             self._admissions = self._admissions.add(request, match, self.manager.page_tokens)
+            request.first_scheduled_time = time.monotonic()
+            request.admission_index = admission_index
+            request.num_cached_tokens = match.num_tokens - match.num_skipped_tokens

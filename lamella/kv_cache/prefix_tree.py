@@ -72,6 +72,13 @@ class PrefixTree:
         self.resume_points = ResumePoints(self.expected)
         self.spare: OrderedDict[Page, None] = OrderedDict()  # oldest first
 
+    def continue_totals(self, before: PrefixTree) -> None:
+        """Count on from where the tree that this one takes the place of stopped."""
+        self.num_tombstones = before.num_tombstones
+        self.num_evicted_resume_points = before.num_evicted_resume_points
+        self.num_evicted_spare_pages = before.num_evicted_spare_pages
+        self.num_dead_full_pages = before.num_dead_full_pages
+
     def _allocate_rows(self, capacity: int) -> None:
         num_groups = len(self.specs)
         self.parent = np.full(capacity, NO_NODE, dtype=np.int64)

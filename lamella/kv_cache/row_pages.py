@@ -51,33 +51,50 @@ class RowPages:
         self.interval_tokens = interval_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.retention = RetentionPolicy() if retention is None else retention
-        self.arena = Arena(layout, num_slabs, slab_quota=slab_quota)
-        self.step_pages = StepPages(layout, num_slabs, step_pages_bytes)
-        self._first_step_page = self.step_pages.first_page
+        self.windowed_replay = windowed_replay
+        self.skips_prompts = skips_prompts
+        self.replay = ReplayRule(layout)
+        self.max_replay_tokens = max_model_len  # whoever knows the largest chunk sets this to it
+        self.num_groups = len(layout.groups)
+        self._num_slabs, self._slab_quota, self._step_pages_bytes = num_slabs, slab_quota, step_pages_bytes
+        self._num_rows, self._max_blocks = num_rows, ceil_div(max_model_len, self.page_tokens)
+        self._first_step_page = StepPages(layout, num_slabs, step_pages_bytes).first_page
+        self._next_stamp = 0
+        self.num_slab_moves = self.num_moved_pages = 0
+        self.peak_owned = [0] * self.num_groups
+        self._begin_empty(None)
+
+    def clear(self) -> None:
+        """Begin anew, with all rows and the cache empty, whatever state an exception left behind. Totals go on, and so
+        do stamps. If it is interrupted, it is to be called again before anything else."""
+        self._begin_empty(self.tree)
+
+    def _begin_empty(self, before: PrefixTree | None) -> None:
+        """before: the tree whose totals go on."""
+        self.arena = Arena(self.layout, self._num_slabs, slab_quota=self._slab_quota)
+        self.step_pages = StepPages(self.layout, self._num_slabs, self._step_pages_bytes)
         # Row -> its step pages: (group, first block, block after the last). For the time of a step.
         self.step_blocks: dict[int, list[tuple[int, int, int]]] = {}
         # Row -> pages per group that it took for the step alone, because memory was idle.
         self.num_passing: dict[int, list[int]] = {}
-        specs = tuple(group.spec for group in layout.groups)
-        self.tree = PrefixTree(
-            specs,
+        tree = PrefixTree(
+            tuple(group.spec for group in self.layout.groups),
             page_tokens=self.page_tokens,
             free_page=self.arena.free,
-            keep_spare=enable_prefix_caching and self.retention.keeps_spare,
+            keep_spare=self.enable_prefix_caching and self.retention.keeps_spare,
         )
-        self.num_groups = len(specs)
-        max_blocks = ceil_div(max_model_len, self.page_tokens)
+        if before is not None:
+            tree.continue_totals(before)
+        self.tree = tree
+        num_rows, max_blocks = self._num_rows, self._max_blocks
         self.tables = np.full((self.num_groups, num_rows, max_blocks), NULL_PAGE, dtype=np.int64)
         self.nodes = np.full((num_rows, max_blocks), NO_NODE, dtype=np.int64)
         self.first_kept = np.zeros((self.num_groups, num_rows), dtype=np.int64)  # in blocks
         # A new number when entries of the row's table or its first_kept change, new blocks excepted: those num_blocks
         # tells. No two rows ever have the same, so that who keeps a copy of a table knows whether it is still right.
-        self.table_stamps = np.arange(self.num_groups * num_rows, dtype=np.int64).reshape(self.num_groups, num_rows)
-        self._next_stamp = self.table_stamps.size
-        self.windowed_replay = windowed_replay
-        self.skips_prompts = skips_prompts
-        self.replay = ReplayRule(layout)
-        self.max_replay_tokens = max_model_len  # whoever knows the largest chunk sets this to it
+        first_stamp = self._next_stamp
+        self._next_stamp = first_stamp + self.num_groups * num_rows
+        self.table_stamps = np.arange(first_stamp, self._next_stamp, dtype=np.int64).reshape(self.num_groups, num_rows)
         self.replaying: dict[int, int] = {}  # row -> the position from which on it computes as ever
         self.first_keys = np.zeros((self.num_groups, num_rows), dtype=np.int64)  # lowest key position that exists
         # Windowed pages of blocks below this belong to the row even where `nodes` names a node: they are inexact.
@@ -102,12 +119,10 @@ class RowPages:
         self.copies: dict[int, list[tuple[int, int, int]]] = {}
         # What compaction moved since the last step, in its order. To copy before anything else.
         self.moves: list[MovedPages] = []
-        self.num_slab_moves = self.num_moved_pages = 0
         # A step is planned that is not processed yet: nothing moves, and pages that it may read are not freed.
         self.in_flight = False
         self.given_up: list[tuple[int, int]] = []  # (group, page), free when the step in flight is processed
         self.num_owned = [0] * self.num_groups
-        self.peak_owned = [0] * self.num_groups
 
     def _slide(self, row: int, num_computed: int, *, is_prefill: bool) -> None:
         for group in self.tree.windowed_groups:

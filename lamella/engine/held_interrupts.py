@@ -1,0 +1,72 @@
+"""Ctrl-C waits for the end of a step.
+
+Python raises KeyboardInterrupt between any two instructions of the main thread. The engine stands that (a step is done
+or undone as a whole), but undoing costs what was computed, so for the time of a step the interrupt is noted, and raised
+when the step is over. Blocking the signal in the main thread would not do: another thread takes it then, and Python
+runs the handler in the main thread all the same.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+
+class HeldInterrupts:
+    """Only where the handler of SIGINT is Python's own, and only in the main thread; everywhere else `run` does nothing
+    of its own. A handler that somebody else set is never touched.
+
+    Whoever interrupts a second time does not want to wait: that is raised at once, in place of the first.
+    """
+
+    def __init__(self) -> None:
+        self._has_come = False
+        self._own = self._note  # one object, to know it again
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do the work, then raise KeyboardInterrupt if one came meanwhile."""
+        if threading.current_thread() is not threading.main_thread():
+            return work()
+        if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, self._own):
+            return work()
+        # An interrupt before the next line is over is raised here, with nothing changed; one that comes when it is over
+        # meets `_note`.
+        signal.signal(signal.SIGINT, self._own)
+        try:
+            work()
+        finally:
+            self._put_back()
+            # One that comes from here on is raised as ever.
+            if self._has_come:
+                self._has_come = False
+                raise KeyboardInterrupt
+
+    def _put_back(self) -> None:
+        if signal.getsignal(signal.SIGINT) is not self._own:
+            return  # somebody set another since
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        except BaseException:  # it runs the handler of what has come, which raises for a second one
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._has_come = False
+            raise
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if not self._is_running(frame):
+            # An exception came before `run` could put the handler back.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        elif not self._has_come:
+            self._has_come = True
+            return
+        self._has_come = False
+        signal.default_int_handler(signum, frame)
+
+    def _is_running(self, frame: FrameType | None) -> bool:
+        """Whether `frame` is inside of `run`. Asked of the stack, which no exception can leave in a wrong state."""
+        while frame is not None:
+            if frame.f_code is HeldInterrupts.run.__code__ and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False
