@@ -131,6 +131,10 @@ class TypedFields:
         """As `object`; without fields where it is absent or null."""
         return self.object(key) if self.has_value(key) else TypedFields({}, self.place, f"{self.prefix}{key}.")
 
+    def overlaid(self, other: TypedFields) -> TypedFields:
+        """Both objects' fields, `other`'s where both have one; errors name `other`'s place."""
+        return TypedFields({**self._values, **other._values}, other.place, other.prefix)
+
     def objects(self, key: str) -> list[TypedFields]:
         """The objects in the list in this field."""
         value = self._list(key, "a list of objects", lambda item: isinstance(item, Mapping))
