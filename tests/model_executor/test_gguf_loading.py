@@ -7,8 +7,8 @@ import torch
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor import loading
-from lamella.model_executor.weights.gguf_header import read_gguf_header
 from lamella.model_executor.loading import load_config, load_weights, resolve_model
+from lamella.model_executor.weights.gguf_header import read_gguf_header
 from tests.helpers.tiny_gemma import native_shapes, native_weights, save_tiny_gemma
 from tests.helpers.tiny_gguf import save_tiny_gguf
 

@@ -134,7 +134,7 @@ def test_end_tokens(config_eos, generation, wanted):
         ({"hidden_activation": "silu"}, "silu"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_scaling.rope_type='yarn': .* known: default, linear",
+            "rope_type='yarn': .* known: default, linear",
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "per layer type"),
         ({"layer_types": ["full_attention"]}, "names 1 layers, but num_hidden_layers is 7"),
