@@ -16,8 +16,8 @@ MAX_JSON_BYTES = 64 << 20  # the largest published tokenizer.json has about half
 def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> TypedFields:
     """The object in the JSON file at `path`; errors name the file by its path.
 
-    Raises ModelLoadError: not there, no regular file, too long, not UTF-8, not JSON, not an object, nested too deep, a
-    number that is not JSON's (NaN, Infinity), or a name that one object has twice.
+    Raises ModelLoadError: not there, no regular file, too long, not UTF-8, not JSON, not an object, nested too deep, or
+    a name that one object has twice. NaN and Infinity, which json reads, are left to the readers of fields.
     """
     return parse_json_object(read_regular_file(path, max_bytes=max_bytes), path)
 
@@ -31,7 +31,7 @@ def parse_json_object(data: bytes, place: object) -> TypedFields:
     if text.startswith("\ufeff"):
         raise ModelLoadError(f"{place} cannot be read as JSON: it begins with a byte order mark; save it without one")
     try:
-        value = json.loads(text, object_pairs_hook=_without_repetition, parse_constant=_refuse_constant)
+        value = json.loads(text, object_pairs_hook=_without_repetition)
     except RecursionError as error:
         raise ModelLoadError(f"{place} cannot be read as JSON: it is nested too deep, so it is damaged") from error
     except ValueError as error:  # includes integers of thousands of digits
@@ -48,7 +48,3 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"an object names {shown(twice)} twice; keep one of the two")
     return values
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number in JSON")

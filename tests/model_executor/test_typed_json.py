@@ -28,15 +28,13 @@ def fields(text: str | bytes):
         (b'\xef\xbb\xbf{"a": 1}', "byte order mark"),
         (b"[" * 100_000, "nested too deep"),
         (b'{"a":' * 100_000, "nested too deep"),
-        (b'{"a": NaN}', "NaN"),
-        (b'{"a": [-Infinity]}', "-Infinity"),
         (b'{"a": ' + b"9" * 10_000 + b"}", "cannot be read as JSON"),
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', "names 'c' twice"),
         (b"[1]", "holds a list, not a JSON object"),
         (b"null", "holds a NoneType, not a JSON object"),
         (b"{} {}", "cannot be read as JSON"),
     ],
-    ids=range(14),
+    ids=range(12),
 )
 def test_documents_that_are_no_object_of_fields(data, message):
     with pytest.raises(ModelLoadError, match=f"folder/config.json .*{message}"):
@@ -50,6 +48,8 @@ VALUES = {
     "half": 0.5,
     "whole": 1.0,
     "infinite": "1e999",
+    "nan": float("nan"),
+    "list_of_nan": [float("nan")],
     "yes": True,
     "text": "abc",
     "surrogate": "\ud800",

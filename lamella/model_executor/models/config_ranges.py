@@ -29,8 +29,8 @@ HEAD_DIM = IntegerRange(1, 2**16)
 POSITIONS = IntegerRange(1, 2**30)  # windows and chunks are counted in positions, too
 TOKEN_ID = IntegerRange(0, 2**31 - 1)
 
-NORM_EPSILON = NumberRange(0.0, 1.0)
-ROPE_THETA = NumberRange(0.0, 1e15)
-ROPE_FACTOR = NumberRange(0.0, 1e9)
+NORM_EPSILON = NumberRange(1e-30, 1.0)  # a float32 holds it, so that a row of zeros stays one
+ROPE_THETA = NumberRange(1e-6, 1e15)
+ROPE_FACTOR = NumberRange(1e-6, 1e9)
 QUERY_SCALAR = NumberRange(1e-6, 1e12)
 SOFTCAP = NumberRange(1e-6, 1e9)
