@@ -71,7 +71,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     source = resolve_model(config.model, config.load_format)
     tokenizer_source = source if config.tokenizer is None else resolve_model(config.tokenizer)
     model_config = load_config(source)
-    default_params = SamplingParams(**load_sampling_defaults(source))  # type: ignore[arg-type]
+    default_params = SamplingParams(**load_sampling_defaults(source))
     max_model_len = _check_max_model_len(config, model_config)
     dtype = _choose_dtype(config.dtype, model_config, device)
     kv_dtype = KV_CACHE_DTYPES[config.kv_cache_dtype]

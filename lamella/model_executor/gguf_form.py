@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from lamella.errors import InvariantError
-from lamella.model_executor.checkpoint import Checkpoint, GgufCheckpoint
 from lamella.model_executor.weight_conversion import ParameterPlan, converted_pieces, is_norm, part_names
 from lamella.model_executor.weight_forms import Panels, StoredTensor
+from lamella.model_executor.weights.checkpoint import Checkpoint, GgufCheckpoint
 from lamella.native.gguf_linear import FORMATS, pack_gguf
 from lamella.native.library import PANEL
 from lamella.native.linear import pack_rows

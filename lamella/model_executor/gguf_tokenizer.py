@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.gguf_config import TOKENS_KEY
-from lamella.model_executor.gguf_files import GgufHeader
+from lamella.model_executor.models.config_gguf import TOKENS_KEY
+from lamella.model_executor.weights.gguf_header import GgufHeader
 
 _MERGES_KEY = "tokenizer.ggml.merges"
 TOKENIZER_ARRAYS = (TOKENS_KEY, _MERGES_KEY)

@@ -12,23 +12,28 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lamella.errors import ConfigError
 from lamella.model_executor.cache_folder import default_cache_dir
-from lamella.model_executor.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
-from lamella.model_executor.config_parsing import parse_config, read_json
 from lamella.model_executor.dummy_weights import dummy_pieces
-from lamella.model_executor.gguf_config import parse_gguf_config
-from lamella.model_executor.gguf_files import read_gguf_header
 from lamella.model_executor.model_config import ModelConfig
-from lamella.model_executor.model_source import ModelSource, resolve_model
-from lamella.model_executor.safetensors_files import DTYPES
+from lamella.model_executor.model_source import ModelSource, is_there, resolve_model
+from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS, parameter_shapes
+from lamella.model_executor.models.generation_config import GENERATION_CONFIG, GenerationConfig, read_generation_config
+from lamella.model_executor.models.registry import parse_config, parse_gguf_config
 from lamella.model_executor.tokenizer import Tokenizer, load_tokenizer
+from lamella.model_executor.typed_fields import shown
+from lamella.model_executor.typed_json import read_json_object
 from lamella.model_executor.weight_cache import read_weight_entry, weight_entry_path, write_weight_entry
 from lamella.model_executor.weight_conversion import plan_parameters
 from lamella.model_executor.weight_forms import RowForm, RowMajor, WeightForm, collect, formed_pieces, stored_tensors
+from lamella.model_executor.weights.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
+from lamella.model_executor.weights.fit import fitted_config
+from lamella.model_executor.weights.gguf_header import read_gguf_header
+from lamella.model_executor.weights.safetensors_files import DTYPES
 
 __all__ = [
     "ModelSource",
@@ -48,33 +53,45 @@ ROW_MAJOR = RowMajor()
 
 
 def load_config(source: ModelSource) -> ModelConfig:
-    """The model's shape, from config.json (and generation_config.json's end tokens) or GGUF metadata.
+    """The model's shape, from config.json (and generation_config.json's end tokens) or GGUF metadata, once the weights'
+    headers are known to hold what it claims: nothing has been built by then.
 
-    Raises ModelLoadError: files unreadable, architecture unknown, or a variant that is not built.
+    Raises ModelLoadError: files unreadable, architecture unknown, a variant that is not built, or weights that do not
+    fit.
     """
     if source.gguf_path is not None:
-        return parse_gguf_config(read_gguf_header(source.gguf_path))
-    generation = source.folder / "generation_config.json"
-    return parse_config(
-        read_json(source.folder / "config.json"), read_json(generation) if generation.is_file() else None
-    )
+        config = parse_gguf_config(read_gguf_header(source.gguf_path))
+    else:
+        config = parse_config(read_json_object(source.folder / "config.json"), _generation_config(source).eos_token_ids)
+    return config if source.kind == "dummy" else fitted_config(_open(source), config, parameter_shapes)
 
 
-def load_sampling_defaults(source: ModelSource) -> dict[str, float | int]:
-    """What the model's generation_config.json says of sampling: temperature, top_k, top_p, min_p,
-    repetition_penalty, where given.
+def load_sampling_defaults(source: ModelSource) -> dict[str, Any]:
+    """What the model's generation_config.json says of sampling, by the names of SamplingParams' fields.
 
-    A model that is to be decoded greedily (do_sample false) gives temperature 0 and its penalty. Empty without such a
-    file.
+    A model that is to be decoded greedily (do_sample false) gives temperature 0. Empty without such a file. One warning
+    names what the file asks for and the engine does not do.
     """
-    path = source.folder / "generation_config.json"
-    if source.gguf_path is not None or not path.is_file():
-        return {}
-    given = read_json(path)
-    is_greedy = given.get("do_sample") is False
-    names = ("repetition_penalty",) if is_greedy else ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    values = {name: given[name] for name in names if given.get(name) is not None}
-    return {"temperature": 0.0, **values} if is_greedy else values
+    given = _generation_config(source)
+    if given.not_honoured:
+        asked = ", ".join(f"{key}={shown(value)}" for key, value in given.not_honoured.items())
+        logger.warning(
+            "%s asks for what is not done here, so it is left out: %s", source.folder / GENERATION_CONFIG, asked
+        )
+    return dict(given.sampling)
+
+
+def _generation_config(source: ModelSource) -> GenerationConfig:
+    path = source.folder / GENERATION_CONFIG
+    if source.gguf_path is not None or not is_there(path):
+        return GenerationConfig()
+    return read_generation_config(path)
+
+
+def _open(source: ModelSource) -> Checkpoint:
+    if source.kind == "gguf":
+        return GgufCheckpoint(source.paths[0], GEMMA3_WEIGHTS)
+    return SafetensorsCheckpoint(source.paths, GEMMA3_WEIGHTS)
 
 
 def load_weights(
@@ -107,8 +124,7 @@ def load_weights(
         weights = read_weight_entry(entry, stored_tensors(expected_shapes, dtype, form))
         if weights is not None:
             return weights
-    checkpoint: Checkpoint
-    checkpoint = GgufCheckpoint(source.paths[0]) if source.kind == "gguf" else SafetensorsCheckpoint(source.paths)
+    checkpoint = _open(source)
     plans = plan_parameters(checkpoint, config, expected_shapes, dtype)
     stored = stored_tensors({plan.name: plan.shape for plan in plans}, dtype, form)
     if entry is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +10,9 @@ from pathlib import Path
 from lamella.errors import ConfigError, ModelLoadError
 from lamella.model_executor.cache_folder import default_cache_dir
 from lamella.model_executor.demo_models import DEMO_PREFIX, demo_model_path
+from lamella.model_executor.weights.shard_index import SHARD_INDEX, read_shard_index
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-SHARD_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +22,14 @@ class ModelSource:
     kind: "safetensors", "gguf" or "dummy" (random weights).
     paths: the weight files; for "dummy" the one file that gives the configuration: config.json or a GGUF.
     name: what the caller asked for.
+    folder: where config.json and the tokenizer's files lie: the folder that was given, or the one that holds the file
+        that was given. Nothing in a file changes it.
     """
 
     kind: str
     paths: tuple[Path, ...]
     name: str
-
-    @property
-    def folder(self) -> Path:
-        """Where config.json and the tokenizer's files lie."""
-        return self.paths[0].parent
+    folder: Path
 
     @property
     def gguf_path(self) -> Path | None:
@@ -54,12 +52,25 @@ def resolve_model(model: str, load_format: str = "auto", *, cache_dir: Path | No
     if model.startswith(DEMO_PREFIX):
         path = demo_model_path(model, cache_dir or default_cache_dir())
     else:
+        path = _existing_path(model)
+    if path.is_dir():
+        return _from_folder(path, model, load_format)
+    return _from_file(path, model, load_format)
+
+
+def is_there(path: Path) -> bool:
+    """Whether `path` names anything: a link to nowhere counts, so that whoever reads it says what is wrong."""
+    return os.path.lexists(path)
+
+
+def _existing_path(model: str) -> Path:
+    try:
         path = Path(model).expanduser()
-        if not path.exists():
-            raise _not_found(model)
-    if path.is_file():
-        return _from_file(path, model, load_format)
-    return _from_folder(path, model, load_format)
+        if path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError):  # too long, a user that is not there, a null character
+        pass
+    raise _not_found(model)
 
 
 def _not_found(model: str) -> ModelLoadError:
@@ -82,15 +93,15 @@ def _from_file(path: Path, model: str, load_format: str) -> ModelSource:
         )
     if load_format == "safetensors":
         raise ModelLoadError(f"model={model!r} is a GGUF file, so load_format='safetensors' cannot be; use 'auto'")
-    return ModelSource("dummy" if load_format == "dummy" else "gguf", (path,), model)
+    return ModelSource("dummy" if load_format == "dummy" else "gguf", (path,), model, path.parent)
 
 
 def _from_folder(folder: Path, model: str, load_format: str) -> ModelSource:
     config = folder / "config.json"
     ggufs = sorted(folder.glob("*.gguf"))
-    if load_format == "dummy" and config.is_file():
-        return ModelSource("dummy", (config,), model)
-    if load_format == "gguf" or (load_format != "safetensors" and not config.is_file()):
+    if load_format == "dummy" and is_there(config):
+        return ModelSource("dummy", (config,), model, folder)
+    if load_format == "gguf" or (load_format != "safetensors" and not is_there(config)):
         if len(ggufs) == 1:
             return _from_file(ggufs[0], model, load_format)
         if ggufs:
@@ -98,21 +109,16 @@ def _from_folder(folder: Path, model: str, load_format: str) -> ModelSource:
             raise ModelLoadError(f"model={model!r} holds {len(ggufs)} GGUF files ({names}); pass the path of one")
         wanted = "*.gguf" if load_format == "gguf" else "config.json or *.gguf"
         raise ModelLoadError(f"model={model!r} is a folder without {wanted}, so it is not a model that can be loaded")
-    if not config.is_file():
+    if not is_there(config):
         raise ModelLoadError(f"model={model!r} is a folder without config.json, which load_format='safetensors' needs")
-    return ModelSource("safetensors", _safetensors_paths(folder, model), model)
+    return ModelSource("safetensors", _safetensors_paths(folder, model), model, folder)
 
 
 def _safetensors_paths(folder: Path, model: str) -> tuple[Path, ...]:
     index = folder / SHARD_INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelLoadError(f"{index} cannot be read as a safetensors index: {error!r}") from error
-        if not names:
-            raise ModelLoadError(f"{index} names no files")
-        missing = [name for name in names if not (folder / name).is_file()]
+    if is_there(index):
+        names = sorted(set(read_shard_index(index).values()))
+        missing = [name for name in names if not (folder / name).exists()]
         if missing:
             raise ModelLoadError(
                 f"model={model!r}: {len(missing)} of {len(names)} files that {SHARD_INDEX} names are not there: "
@@ -120,7 +126,7 @@ def _safetensors_paths(folder: Path, model: str) -> tuple[Path, ...]:
             )
         return tuple(folder / name for name in names)
     single = folder / "model.safetensors"
-    paths = (single,) if single.is_file() else tuple(sorted(folder.glob("*.safetensors")))
+    paths = (single,) if is_there(single) else tuple(sorted(folder.glob("*.safetensors")))
     if not paths:
         pickled = " (pickled weights are not read: convert them to safetensors)" if any(folder.glob("*.bin")) else ""
         raise ModelLoadError(

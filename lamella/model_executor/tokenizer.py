@@ -12,14 +12,15 @@ from tokenizers.decoders import DecodeStream
 
 from lamella.errors import ModelLoadError, RequestError
 from lamella.model_executor.cache_folder import default_cache_dir, entry_path, written_entry
-from lamella.model_executor.config_parsing import read_json
-from lamella.model_executor.gguf_files import read_gguf_header
 from lamella.model_executor.gguf_tokenizer import (
     TOKENIZER_ARRAYS,
     special_token_ids,
     tokenizer_json,
 )
 from lamella.model_executor.model_source import ModelSource
+from lamella.model_executor.typed_fields import TypedFields
+from lamella.model_executor.typed_json import read_json_object
+from lamella.model_executor.weights.gguf_header import read_gguf_header
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +187,8 @@ def _from_folder(folder: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     settings = folder / "tokenizer_config.json"
-    config = read_json(settings) if settings.is_file() else {}
+    fields = read_json_object(settings) if settings.is_file() else TypedFields({}, settings)
+    config = {key: fields.raw(key) for key in fields}
     names = {name: _token_text(config.get(name)) for name in _SPECIAL_NAMES}
     special_tokens = {name: text for name, text in names.items() if text and backend.token_to_id(text) is not None}
     backend.add_special_tokens(

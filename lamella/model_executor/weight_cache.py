@@ -13,10 +13,14 @@ import torch
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.cache_folder import entry_path, written_entry
-from lamella.model_executor.checkpoint import Checkpoint
-from lamella.model_executor.safetensors_files import ALL_DTYPES, read_safetensors_header, write_safetensors_header
 from lamella.model_executor.weight_conversion import ParameterPlan
 from lamella.model_executor.weight_forms import StoredTensor, WeightForm
+from lamella.model_executor.weights.checkpoint import Checkpoint
+from lamella.model_executor.weights.safetensors_files import (
+    ALL_DTYPES,
+    read_safetensors_header,
+    write_safetensors_header,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.checkpoint import Checkpoint
-from lamella.model_executor.kv_scales import is_kv_scale
+from lamella.model_executor.kv_scales import kv_scale_layer
 from lamella.model_executor.model_config import ModelConfig
+from lamella.model_executor.weights.checkpoint import Checkpoint
 
 _PIECE_ELEMENTS = 1 << 20  # 4 MiB as float32: stays in the cache between reading and writing
 _MAX_PROBLEMS_TOLD = 5
@@ -89,17 +89,22 @@ def plan_parameters(
                 problems.append(f"{stored.stored_name} has shape {list(stored.shape)}, wanted {list(wanted)}")
         plans.append(ParameterPlan(name, tuple(shape), parameter_dtype(name, dtype), parts))
     if config.tie_word_embeddings:
-        used.add("lm_head.weight")  # a copy of the embeddings, where one is stored
+        used.add("lm_head.weight")  # where one is stored, it has been found to equal the embeddings
     problems += [
         f"{stored.stored_name} has no place in the model"
         for name, stored in checkpoint.tensors.items()
-        if name not in used and not is_kv_scale(name)
+        if name not in used and not _is_own_kv_scale(name, config)
     ]
     if problems:
         told = "; ".join(problems[:_MAX_PROBLEMS_TOLD])
         more = f"; and {len(problems) - _MAX_PROBLEMS_TOLD} more" if len(problems) > _MAX_PROBLEMS_TOLD else ""
         raise ModelLoadError(f"the weights do not fit the model's configuration: {told}{more}")
     return sorted(plans, key=lambda plan: -plan.dtype.itemsize)
+
+
+def _is_own_kv_scale(name: str, config: ModelConfig) -> bool:
+    layer = kv_scale_layer(name)
+    return layer is not None and layer < config.num_layers
 
 
 def part_names(name: str) -> tuple[str, ...]:

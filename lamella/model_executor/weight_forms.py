@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
-from lamella.model_executor.checkpoint import Checkpoint
 from lamella.model_executor.weight_conversion import ParameterPlan, Piece, converted_pieces, is_norm
+from lamella.model_executor.weights.checkpoint import Checkpoint
 from lamella.native.int8 import LINE_STEPS, quantize_int8
 from lamella.native.int8_head import quantize_head_rows
 from lamella.native.library import PANEL

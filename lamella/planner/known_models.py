@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from lamella.model_executor.config_parsing import shared_kv_owners
+from lamella.model_executor.models.config_json import shared_kv_owners
 from lamella.planner.layer_specs import LayerSpecs
 
 Heads = tuple[int, int, int]  # KV heads, K dim, V dim

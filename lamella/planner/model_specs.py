@@ -5,16 +5,20 @@ Planning needs only what the KV cache holds, so it is not limited to the archite
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lamella.errors import ModelLoadError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from lamella.model_executor.config_parsing import parse_config, read_json, shared_kv_owners
 from lamella.model_executor.demo_models import DEMO_PREFIX
 from lamella.model_executor.loading import load_config, resolve_model
 from lamella.model_executor.model_config import ModelConfig, kv_sharing, layer_specs
+from lamella.model_executor.model_source import is_there
+from lamella.model_executor.models.config_json import ConfigJson, shared_kv_owners
+from lamella.model_executor.models.registry import parse_config
+from lamella.model_executor.typed_fields import TypedFields
+from lamella.model_executor.typed_json import read_json_object
 from lamella.planner.known_models import known_names, known_specs
 from lamella.planner.layer_specs import LayerSpecs
 
@@ -46,10 +50,10 @@ def model_specs(model: str, itemsize_bytes: int) -> LayerSpecs:
     Raises ModelLoadError when there is no such thing, or its layers are not described in a way that is known here.
     """
     path = Path(model).expanduser()
-    if path.is_dir() and (path / "config.json").is_file():
+    if path.is_dir() and is_there(path / "config.json"):
         path = path / "config.json"
-    if path.is_file() and path.suffix == ".json":
-        return config_specs(read_json(path), itemsize_bytes)
+    if path.suffix == ".json" and path.exists():
+        return _fields_specs(read_json_object(path), itemsize_bytes)
     if not path.exists() and not model.startswith(DEMO_PREFIX):
         specs = known_specs(model, itemsize_bytes)
         if specs is None:
@@ -64,98 +68,112 @@ def model_specs(model: str, itemsize_bytes: int) -> LayerSpecs:
 def config_specs(config: Mapping[str, Any], itemsize_bytes: int) -> LayerSpecs:
     """The layers of a config.json: by the engine's own reading where it knows the architecture, else by the keys that
     transformers' configs share. `sliding_window` counts the query itself, as transformers masks."""
+    return _fields_specs(TypedFields(config, "config.json"), itemsize_bytes)
+
+
+def _fields_specs(fields: TypedFields, itemsize_bytes: int) -> LayerSpecs:
     try:
-        return _specs_of(parse_config(config), itemsize_bytes)
+        return _specs_of(parse_config(fields), itemsize_bytes)
     except ModelLoadError:
-        text = config.get("text_config")
-        values = text if isinstance(text, Mapping) else config
-        return _generic_specs(values, itemsize_bytes)
+        # Fields that this reads, and that are wrong, are told again by the readers below.
+        return _generic_specs(
+            ConfigJson(fields.object("text_config") if fields.has_value("text_config") else fields), itemsize_bytes
+        )
 
 
 def _specs_of(config: ModelConfig, itemsize_bytes: int) -> LayerSpecs:
     return LayerSpecs(layer_specs(config, itemsize_bytes=itemsize_bytes), kv_sharing(config))
 
 
-def _generic_specs(values: Mapping[str, Any], itemsize_bytes: int) -> LayerSpecs:
-    if values.get("kv_lora_rank"):
-        raise ModelLoadError(
-            f"kv_lora_rank={values['kv_lora_rank']} in config.json: latent attention keeps compressed KV, which is not "
-            "planned for; plan a model whose layers keep K and V per head"
+def _generic_specs(config: ConfigJson, itemsize_bytes: int) -> LayerSpecs:
+    if config.optional_integer("kv_lora_rank"):
+        raise config.refuse(
+            "kv_lora_rank",
+            "latent attention keeps compressed KV, which is not planned for; plan a model whose layers keep K and V "
+            "per head",
         )
-    num_layers = _positive(values, "num_hidden_layers")
-    kinds = _layer_kinds(values, num_layers)
-    if values.get("model_type") in _GEMMA_4:
+    num_layers = config.integer("num_hidden_layers")
+    kinds = _layer_kinds(config, num_layers)
+    if _model_type(config) in _GEMMA_4:
         kinds[-1] = "full_attention"  # whatever the pattern says
     if len(kinds) != num_layers:
-        raise ModelLoadError(f"layer_types names {len(kinds)} layers, but num_hidden_layers is {num_layers}")
-    unknown = sorted(set(kinds) - set(_KINDS))
-    if unknown:
-        raise ModelLoadError(
-            f"layer_types has {', '.join(map(repr, unknown))}, whose cache is not K and V of tokens; known: "
-            f"{', '.join(_KINDS)}"
-        )
-    num_shared = values.get("num_kv_shared_layers")
+        raise ModelLoadError(f"{len(kinds)} layers have a kind, but num_hidden_layers is {num_layers}")
+    num_shared = config.optional_integer("num_kv_shared_layers")
     if num_shared is None:
-        num_shared = _NUM_KV_SHARED_LAYERS.get(str(values.get("model_type")), 0)
+        num_shared = _NUM_KV_SHARED_LAYERS.get(_model_type(config), 0)
+    own = _per_layer(config, num_layers)
     return LayerSpecs(
-        [_spec(_layer_values(values, layer), kind, itemsize_bytes) for layer, kind in enumerate(kinds)],
+        [_spec(own.get(layer, config), kind, itemsize_bytes) for layer, kind in enumerate(kinds)],
         shared_kv_owners(kinds, num_shared),
     )
 
 
-def _layer_values(values: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
-    """The config as one layer sees it: transformers 5 saves what differs in some layers (Gemma 4's wider full ones)
+def _model_type(config: ConfigJson) -> str:
+    return config.fields.optional_string("model_type") or ""
+
+
+def _per_layer(config: ConfigJson, num_layers: int) -> dict[int, ConfigJson]:
+    """The config as single layers see it: transformers 5 saves what differs in some layers (Gemma 4's wider full ones)
     as per_layer_config, {"05": {"head_dim": 512}}."""
-    overrides = values.get("per_layer_config")
-    if not isinstance(overrides, Mapping):
-        return values
-    own: Mapping[str, Any] = next((own for key, own in overrides.items() if int(key) == layer), {})
-    # It has the last word on the heads, as in transformers, so the keys that it came from are not read again.
-    return {**values, **own, "global_head_dim": None}
+    overrides = config.fields.optional_object("per_layer_config")
+    layers = {}
+    for key in overrides:
+        if not (key.isascii() and key.isdigit()) or int(key[-6:]) >= num_layers:
+            raise overrides.error(key, f"named after a layer, from 0 to {num_layers - 1}")
+        # It has the last word on the heads, as in transformers, so the keys that it came from are not read again.
+        own = TypedFields({"global_head_dim": None}, overrides.place).overlaid(overrides.object(key))
+        layers[int(key[-6:])] = ConfigJson(config.fields.overlaid(own))
+    return layers
 
 
-def _layer_kinds(values: Mapping[str, Any], num_layers: int) -> list[str]:
-    kinds = values.get("layer_types")
-    if kinds:
-        return list(kinds)
-    if values.get("hybrid_layer_pattern"):  # MiMo-V2-Flash as published: 1 slides
-        return [_kind(bool(slides)) for slides in values["hybrid_layer_pattern"]]
-    if values.get("attention_chunk_size"):
-        return _chunked_kinds(values, num_layers)
-    if not (values.get("sliding_window") or values.get("sliding_window_size")):
+def _layer_kinds(config: ConfigJson, num_layers: int) -> list[str]:
+    fields = config.fields
+    if fields.raw("layer_types") != []:
+        kinds = config.layer_types(num_layers, _KINDS)
+        if kinds is not None:
+            return list(kinds)
+    if fields.has_value("hybrid_layer_pattern"):  # MiMo-V2-Flash as published: 1 slides
+        return [_kind(bool(slides)) for slides in fields.integers("hybrid_layer_pattern", high=1)]
+    if config.optional_integer("attention_chunk_size"):
+        return _chunked_kinds(config, num_layers)
+    if not (config.optional_integer("sliding_window") or config.optional_integer("sliding_window_size")):
         return ["full_attention"] * num_layers
-    return _sliding_kinds(values, num_layers)
+    return _sliding_kinds(config, num_layers)
 
 
-def _chunked_kinds(values: Mapping[str, Any], num_layers: int) -> list[str]:
+def _chunked_kinds(config: ConfigJson, num_layers: int) -> list[str]:
     """Llama 4: the layers without rotary embedding are the full ones."""
-    interval = int(values.get("no_rope_layer_interval") or 4)
-    has_rope = values.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    interval = config.optional_integer("no_rope_layer_interval") or 4
+    has_rope: Sequence[int] = [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if config.fields.raw("no_rope_layers"):
+        has_rope = config.fields.integers("no_rope_layers", high=1)
     return ["chunked_attention" if rotates else "full_attention" for rotates in has_rope]
 
 
-def _sliding_kinds(values: Mapping[str, Any], num_layers: int) -> list[str]:
+def _sliding_kinds(config: ConfigJson, num_layers: int) -> list[str]:
     layers = range(num_layers)
-    model_type = str(values.get("model_type"))
-    if not values.get("use_sliding_window", model_type not in _SLIDE_ABOVE | {"qwen3_moe", "smollm3"}):
+    model_type = _model_type(config)
+    slides_unasked = model_type not in _SLIDE_ABOVE | {"qwen3_moe", "smollm3"}
+    if not (config.boolean("use_sliding_window", slides_unasked)):
         return ["full_attention"] * num_layers
-    pattern = values.get("sliding_window_pattern") or values.get("_sliding_window_pattern")
-    if isinstance(pattern, str):  # exaone4: "LLLG", L for local
+    key = next((key for key in ("sliding_window_pattern", "_sliding_window_pattern") if config.fields.raw(key)), None)
+    if key is not None and isinstance(config.fields.raw(key), str):  # exaone4: "LLLG", L for local
+        pattern = config.fields.string(key)
         return [_kind(pattern[layer % len(pattern)] == "L") for layer in layers]
-    period = pattern or _FULL_EVERY.get(model_type)
+    period = config.integer(key) if key is not None else _FULL_EVERY.get(model_type)
     if period:
-        return [_kind((layer + 1) % int(period) != 0) for layer in layers]
+        return [_kind((layer + 1) % period != 0) for layer in layers]
     if model_type == _MIMO:
         return [_kind(layer > 0 and (layer + 1) % 6 != 0) for layer in layers]
     if model_type in _SLIDE_ABOVE:
-        first = int(values.get("max_window_layers", 28))
+        first = config.integer("max_window_layers", 28)
         return [_kind(layer >= first) for layer in layers]
     if model_type in _ALL_SLIDE:
         return ["sliding_attention"] * num_layers
-    raise ModelLoadError(
-        f"config.json of model_type {model_type!r} has sliding_window={values.get('sliding_window')!r}, but does not "
-        "say which layers slide; add layer_types (one of "
-        f"{', '.join(_KINDS)} per layer)"
+    raise config.refuse(
+        "sliding_window",
+        f"the config of model_type {model_type!r} does not say which layers slide; add layer_types (one of "
+        f"{', '.join(_KINDS)} per layer)",
     )
 
 
@@ -163,43 +181,47 @@ def _kind(slides: bool) -> str:
     return "sliding_attention" if slides else "full_attention"
 
 
-def _spec(values: Mapping[str, Any], kind: str, itemsize_bytes: int) -> KVCacheSpec:
-    shape = dict(zip(("num_kv_heads", "k_dim", "v_dim"), _heads(values, kind), strict=True))
+def _spec(config: ConfigJson, kind: str, itemsize_bytes: int) -> KVCacheSpec:
+    shape = dict(zip(("num_kv_heads", "k_dim", "v_dim"), _heads(config, kind), strict=True))
     if kind == "full_attention":
         return FullAttentionSpec(itemsize_bytes=itemsize_bytes, **shape)
     if kind == "chunked_attention":
-        chunk = _positive(values, "attention_chunk_size")
+        chunk = config.integer("attention_chunk_size")
         return ChunkedLocalAttentionSpec(attention_chunk_tokens=chunk, itemsize_bytes=itemsize_bytes, **shape)
-    if values.get("model_type") == _MIMO and values.get("sliding_window_size"):
-        window = _positive(values, "sliding_window_size") + 1  # it counts previous tokens
+    if _model_type(config) == _MIMO and config.optional_integer("sliding_window_size"):
+        window = config.integer("sliding_window_size") + 1  # it counts previous tokens
     else:
-        window = _positive(values, "sliding_window")
+        window = config.integer("sliding_window")
     return SlidingWindowSpec(window_tokens=window, itemsize_bytes=itemsize_bytes, **shape)
 
 
-def _heads(values: Mapping[str, Any], kind: str) -> tuple[int, int, int]:
+def _heads(config: ConfigJson, kind: str) -> tuple[int, int, int]:
     """KV heads, K dim and V dim of the layers of `kind`."""
-    is_gemma_4 = values.get("model_type") in _GEMMA_4
-    num_heads = _positive(values, "num_attention_heads")
-    num_kv_heads = _positive(values, "num_key_value_heads", num_heads)
-    k_dim = values.get("head_dim") or _positive(values, "hidden_size") // num_heads
-    v_dim = values.get("v_head_dim") or k_dim
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.optional_integer("num_key_value_heads") or num_heads
+    k_dim = config.optional_integer("head_dim") or _even_share(config, num_heads)
+    v_dim = config.optional_integer("v_head_dim") or k_dim
     if kind == "sliding_attention":
         # MiMo-V2-Flash's sliding layers have twice the heads; transformers' config does not say so, its code does.
-        num_kv_heads *= 2 if values.get("model_type") == _MIMO else 1
-        num_kv_heads = values.get("swa_num_key_value_heads") or num_kv_heads
-        k_dim = values.get("swa_head_dim") or k_dim
-        v_dim = values.get("swa_v_head_dim") or v_dim
-    elif kind == "full_attention" and (wide := values.get("global_head_dim", 512 if is_gemma_4 else None)):
+        num_kv_heads *= 2 if _model_type(config) == _MIMO else 1
+        num_kv_heads = config.optional_integer("swa_num_key_value_heads") or num_kv_heads
+        k_dim = config.optional_integer("swa_head_dim") or k_dim
+        v_dim = config.optional_integer("swa_v_head_dim") or v_dim
+    elif kind == "full_attention" and (wide := _global_head_dim(config)):
         k_dim = v_dim = wide
-        if values.get("attention_k_eq_v", True):
-            num_kv_heads = values.get("num_global_key_value_heads") or num_kv_heads
+        if config.boolean("attention_k_eq_v", True):
+            num_kv_heads = config.optional_integer("num_global_key_value_heads") or num_kv_heads
     return num_kv_heads, k_dim, v_dim
 
 
-def _positive(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = values.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelLoadError(f"{key}={value!r} in config.json: must be a positive integer")
-    return value
+def _even_share(config: ConfigJson, num_heads: int) -> int:
+    share = config.integer("hidden_size") // num_heads
+    if share < 1:
+        raise config.refuse("hidden_size", f"{num_heads} attention heads cannot share it; give head_dim")
+    return share
+
+
+def _global_head_dim(config: ConfigJson) -> int | None:
+    if "global_head_dim" not in config:
+        return 512 if _model_type(config) in _GEMMA_4 else None
+    return config.optional_integer("global_head_dim")

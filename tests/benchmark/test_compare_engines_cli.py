@@ -18,8 +18,9 @@ from lamella.benchmark.compare_engines.hf_folder import hf_config, write_hf_fold
 from lamella.benchmark.compare_engines.preload import find_preload, given_preload
 from lamella.benchmark.compare_engines.workloads import WORKLOADS
 from lamella.errors import ConfigError, ModelLoadError
-from lamella.model_executor.config_parsing import parse_config
 from lamella.model_executor.loading import load_config, resolve_model
+from lamella.model_executor.models.registry import parse_config
+from lamella.model_executor.typed_fields import TypedFields
 from tests.helpers.tiny_gemma import save_tiny_gemma
 from tests.helpers.tiny_gguf import save_tiny_gguf
 
@@ -248,7 +249,7 @@ class TestHfFolder:
 
     def test_the_configuration_reads_back(self, gguf):
         config = load_config(resolve_model(str(gguf)))
-        assert parse_config(hf_config(config)) == config
+        assert parse_config(TypedFields(hf_config(config), "config.json")) == config
 
     def test_linear_rope_scaling_reads_back(self, model, tmp_path):
         path = tmp_path / "scaled.gguf"
@@ -257,7 +258,7 @@ class TestHfFolder:
         )  # fmt: skip
         config = load_config(resolve_model(str(path)))
         assert {layer.rope_scale for layer in config.layers} == {1.0, 8.0}
-        assert parse_config(hf_config(config)) == config
+        assert parse_config(TypedFields(hf_config(config), "config.json")) == config
 
     def test_a_folder_with_a_model_is_left_alone(self, model, gguf):
         before = np.frombuffer((model[0] / "model.safetensors").read_bytes(), np.uint8)

@@ -8,8 +8,8 @@ import gguf
 import pytest
 import torch
 
-from lamella.model_executor.gguf_files import read_gguf_header
 from lamella.model_executor.loading import load_config, load_tokenizer, load_weights, resolve_model
+from lamella.model_executor.weights.gguf_header import read_gguf_header
 from tests.helpers.tiny_gemma import native_shapes
 
 pytestmark = pytest.mark.slow

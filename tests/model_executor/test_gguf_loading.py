@@ -7,8 +7,8 @@ import torch
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor import loading
-from lamella.model_executor.gguf_files import read_gguf_header
 from lamella.model_executor.loading import load_config, load_weights, resolve_model
+from lamella.model_executor.weights.gguf_header import read_gguf_header
 from tests.helpers.tiny_gemma import native_shapes, native_weights, save_tiny_gemma
 from tests.helpers.tiny_gguf import save_tiny_gguf
 
@@ -157,7 +157,7 @@ def test_converted_copy_serves_without_opening_the_file(model, tmp_path, monkeyp
     monkeypatch.setattr(loading, "MIN_CACHED_BYTES", 0)
     save_tiny_gguf(tmp_path / "m.gguf", model, quantise="Q8_0")
     first = load(tmp_path / "m.gguf", model, tmp_path / "cache")
-    monkeypatch.setattr(loading, "GgufCheckpoint", None)
+    monkeypatch.setattr(loading, "plan_parameters", None)
     again = load(tmp_path / "m.gguf", model, tmp_path / "cache")
     assert all(torch.equal(first[name], value) for name, value in again.items())
     assert first.keys() == again.keys()

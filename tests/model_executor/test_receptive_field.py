@@ -10,7 +10,7 @@ import pytest
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.spec import KVCacheSpec
-from lamella.model_executor.config_parsing import shared_kv_owners
+from lamella.model_executor.models.config_json import shared_kv_owners
 from lamella.model_executor.receptive_field import ReceptiveField
 from lamella.model_executor.step_plan import StepPlan
 from tests.helpers.reached_tokens import reached_tokens

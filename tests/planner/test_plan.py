@@ -8,7 +8,8 @@ import pytest
 
 from lamella.errors import CapacityError, ConfigError, ModelLoadError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
-from lamella.model_executor.config_parsing import parse_config
+from lamella.model_executor.models.registry import parse_config
+from lamella.model_executor.typed_fields import TypedFields
 from lamella.planner.known_models import known_names, known_specs
 from lamella.planner.layer_specs import LayerSpecs
 from lamella.planner.model_specs import config_specs, model_specs
@@ -317,7 +318,7 @@ def test_a_gemma_3_config_with_shared_layers_is_planned_but_not_run():
     values = json.loads(json.dumps(transformers.Gemma3TextConfig().to_dict(), default=str))
     values["num_kv_shared_layers"] = 6
     with pytest.raises(ModelLoadError, match="num_kv_shared_layers=6: Gemma 3 is built with K and V in every layer"):
-        parse_config(values)
+        parse_config(TypedFields(values, "config.json"))
     assert config_specs(values, 2).kv_sharing == {**dict.fromkeys(range(20, 26), 19), 23: 17}
 
 
@@ -328,7 +329,7 @@ def test_a_gemma_3_config_with_shared_layers_is_planned_but_not_run():
         ({"layer_types": ["linear_attention", "full_attention"]}, "'linear_attention'"),
         ({"layer_types": ["full_attention"]}, "names 1 layers, but num_hidden_layers is 2"),
         ({"sliding_window": 16}, "does not say which layers slide; add layer_types"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window=None"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window is missing"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 from lamella.benchmark.compare_engines.preload import find_preload, given_preload
 from lamella.errors import ConfigError
-from lamella.model_executor.gguf_files import read_gguf_header
+from lamella.model_executor.weights.gguf_header import read_gguf_header
 
 DRIVERS = Path(__file__).with_name("drivers")
 PACKAGE_ROOT = Path(__file__).parents[3]

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from lamella.errors import ConfigError, ModelLoadError
-from lamella.model_executor.checkpoint import GgufCheckpoint
-from lamella.model_executor.gguf_config import parse_gguf_config
-from lamella.model_executor.gguf_files import GgufHeader, read_gguf_header
 from lamella.model_executor.gguf_tokenizer import TOKENIZER_ARRAYS, special_token_ids, tokenizer_json
 from lamella.model_executor.model_config import LayerConfig, ModelConfig
+from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS
+from lamella.model_executor.models.registry import parse_gguf_config
 from lamella.model_executor.weight_conversion import is_norm
+from lamella.model_executor.weights.checkpoint import GgufCheckpoint
+from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header
 
 
 def write_hf_folder(gguf: Path, folder: Path) -> None:
@@ -95,7 +96,7 @@ def _special_ids(config: ModelConfig) -> dict[str, Any]:
 
 
 def _weights(gguf: Path) -> dict[str, torch.Tensor]:
-    checkpoint = GgufCheckpoint(gguf)
+    checkpoint = GgufCheckpoint(gguf, GEMMA3_WEIGHTS)
     weights = {}
     for name, tensor in checkpoint.tensors.items():
         if tensor.problem is not None:

@@ -44,9 +44,10 @@ def choose_operators(
                 f"quantization='gguf' keeps the blocks of a GGUF file, and the weights of {source.folder} are of kind "
                 f"{source.kind!r}; give a .gguf file as the model, or quantization='int8'"
             )
-        from lamella.model_executor.checkpoint import GgufCheckpoint
         from lamella.model_executor.gguf_form import GgufBlocks
+        from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS
         from lamella.model_executor.operators.gguf_kind import GgufLinear
+        from lamella.model_executor.weights.checkpoint import GgufCheckpoint
 
-        kind = GgufLinear(GgufBlocks(GgufCheckpoint(source.paths[0])))
+        kind = GgufLinear(GgufBlocks(GgufCheckpoint(source.paths[0], GEMMA3_WEIGHTS)))
     return NativeOperators(kind)
