@@ -18,6 +18,7 @@ from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, parse_prompt
 from lamella.engine.request import Request
 from lamella.engine.sampling_params import SamplingParams
+from lamella.engine.turns import Turns, in_turn
 from lamella.errors import EngineClosedError, RequestError
 from lamella.kv_cache import invariants
 from lamella.kv_cache.block_manager import GroupUsage
@@ -26,6 +27,7 @@ from lamella.kv_cache.report import kv_cache_report
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.runner import LaunchedStep
 from lamella.model_executor.tokenizer import Tokenizer
+from lamella.native.fork_guard import FORK_GUARD
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,8 @@ class EngineStats:
 
 
 class Engine:
-    """One model and its KV cache. Several engines can live in one process; one thread at a time each.
+    """One model and its KV cache. Several engines can live in one process. Any thread may call: calls queue, each waits
+    for a step that runs at most.
 
     Engine(config) or Engine(model=..., **engine_arguments).
     """
@@ -59,8 +62,11 @@ class Engine:
     def __init__(self, config: EngineConfig | None = None, **engine_arguments: Any) -> None:
         if config is not None and engine_arguments:
             raise TypeError("give either a config or engine arguments, not both")
+        FORK_GUARD.check()
         started = time.monotonic()
+        self._turns = Turns()
         self.config = config if config is not None else EngineConfig(**engine_arguments)
+        FORK_GUARD.arm()  # on the torch path there are threads, too
         self._loaded: LoadedEngine | None = load_engine(self.config)
         self.config = dataclasses.replace(self.config, max_model_len=self._loaded.pool.max_model_len)
         self.max_model_len = self._loaded.pool.max_model_len
@@ -102,6 +108,7 @@ class Engine:
             )
         return parsed
 
+    @in_turn
     def add_parsed(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams) -> None:
         """Queue what `parse` returned."""
         loaded = self._require_open()
@@ -134,6 +141,7 @@ class Engine:
         for request in requests:
             loaded.scheduler.add(request)
 
+    @in_turn
     def abort(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
         """End requests now; returns their last outputs (finish_reason "abort"). Unknown ids are ignored:
         they may just have finished."""
@@ -155,6 +163,7 @@ class Engine:
     def num_unfinished_requests(self) -> int:
         return len(self._outputs)
 
+    @in_turn
     def step(self) -> list[RequestOutput]:
         """Run one step of the batch; returns the outputs of requests that got a token (or, for
         FINAL_ONLY, that finished). With async scheduling the next step is launched before this one's outputs are made.
@@ -212,6 +221,10 @@ class Engine:
     # The rest
 
     @property
+    def is_closed(self) -> bool:
+        return self._loaded is None
+
+    @property
     def model_config(self) -> ModelConfig:
         return self._require_open().model_config
 
@@ -227,10 +240,12 @@ class Engine:
     def get_tokenizer(self) -> Tokenizer:
         return self._require_open().tokenizer
 
+    @in_turn
     def check_invariants(self) -> None:
         """Raise InvariantError if the KV bookkeeping contradicts itself."""
         invariants.check(self._require_open().manager)
 
+    @in_turn
     def stats(self) -> EngineStats:
         loaded = self._require_open()
         counters = loaded.scheduler.counters()._asdict()
@@ -244,6 +259,7 @@ class Engine:
             kv_cache=count_kv_cache(loaded.manager, hits),
         )
 
+    @in_turn
     def kv_cache_report(self) -> str:
         """Tables of what each layer keeps, pages and slabs per group, and how many requests fit at several lengths."""
         loaded = self._require_open()
@@ -257,15 +273,21 @@ class Engine:
             step_pages_bytes=loaded.pool.step_pages_bytes,
         )
 
+    @in_turn
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes that no running request uses; True when none is left."""
         return self._require_open().manager.reset_prefix_cache()
 
     def close(self) -> None:
-        """Give all memory back. Unfinished requests are dropped; closing twice is fine."""
-        self._loaded = None
-        self._launched.clear()
-        self._outputs.clear()
+        """Give all memory back. Unfinished requests are dropped; closing twice is fine.
+
+        A step that another thread runs ends first; that thread's next call raises EngineClosedError."""
+        if FORK_GUARD.has_forked:  # nobody else is here, and the lock may look taken for ever
+            self._turns = Turns()
+        with self._turns:
+            self._loaded = None
+            self._launched.clear()
+            self._outputs.clear()
 
     def __enter__(self) -> Engine:
         return self
@@ -276,9 +298,11 @@ class Engine:
         self.close()
 
     def _require_open(self) -> LoadedEngine:
-        if self._loaded is None:
+        FORK_GUARD.check()
+        loaded = self._loaded
+        if loaded is None:
             raise EngineClosedError("the engine is closed: make a new one")
-        return self._loaded
+        return loaded
 
     def _draw_seed(self) -> int:
         """A seed for a request that gives none: depends on the engine's seed and the order of arrival."""

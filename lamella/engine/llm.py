@@ -15,7 +15,8 @@ from lamella.engine.engine import Engine
 from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, Prompt, split_prompts
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
-from lamella.errors import LamellaError, RequestError
+from lamella.engine.turns import Turns, in_turn
+from lamella.errors import EngineClosedError, LamellaError, RequestError
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.tokenizer import Tokenizer
 
@@ -25,7 +26,8 @@ Message = Mapping[str, Any]
 class LLM:
     """A model for offline batches. Keyword arguments are EngineConfig's; unknown ones raise TypeError.
 
-    A context manager; `close()` gives the memory back.
+    A context manager; `close()` gives the memory back. Any thread may call: of several calls of `generate` and `chat`,
+    one runs and the others wait for it; `close` ends a running one with EngineClosedError after its step.
     """
 
     def __init__(self, model: str, **engine_arguments: Any) -> None:
@@ -33,6 +35,7 @@ class LLM:
         engine_arguments.setdefault("scheduling_policy", "prefix")
         self.engine = Engine(EngineConfig(model=model, **engine_arguments))
         self._next_id = itertools.count()
+        self._turns = Turns()
 
     @property
     def load_seconds(self) -> float:
@@ -134,6 +137,7 @@ class LLM:
             )
         return list(sampling_params)
 
+    @in_turn
     def _run(
         self, prompts: list[ParsedPrompt], all_params: list[SamplingParams], use_tqdm: bool | Callable[..., tqdm[Any]]
     ) -> list[RequestOutput]:
@@ -155,8 +159,16 @@ class LLM:
                     finished[output.request_id] = output
                     progress.add(output)
         finally:
-            engine.abort(request_id for request_id in ids if request_id not in finished)
+            if not engine.is_closed:
+                engine.abort(request_id for request_id in ids if request_id not in finished)
             progress.close()
+        if len(finished) < len(ids):
+            if engine.is_closed:
+                raise EngineClosedError("the engine was closed while generate ran: its unfinished requests are dropped")
+            raise LamellaError(
+                "outputs are missing: the engine was stepped or its requests were aborted from elsewhere while generate "
+                "ran; leave the engine to generate until it returns"
+            )
         return [finished[request_id] for request_id in ids]
 
 
