@@ -281,7 +281,7 @@ def _xformers_problem(device: torch.device) -> str | None:
     try:
         import xformers.ops  # noqa: F401
     except ImportError as error:
-        return f"xformers cannot be imported ({error}); install it with pip install 'lamella[xformers]'"
+        return f"xformers cannot be imported ({error}); pip install '.[xformers]' in a clone brings it"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Checks of what is handed to `write_kv`: a store at a wrong slot goes to another request's KV, or to nobody's memory."""
+"""Checks of what is handed to `write_kv`: a wrong slot is another request's KV, or nobody's memory."""
 
 from __future__ import annotations
 

@@ -166,8 +166,8 @@ class LLM:
             if engine.is_closed:
                 raise EngineClosedError("the engine was closed while generate ran: its unfinished requests are dropped")
             raise LamellaError(
-                "outputs are missing: the engine was stepped or its requests were aborted from elsewhere while generate "
-                "ran; leave the engine to generate until it returns"
+                "outputs are missing: something else stepped the engine or aborted its requests while generate ran; "
+                "leave the engine to generate until it returns"
             )
         return [finished[request_id] for request_id in ids]
 

@@ -278,9 +278,9 @@ def test_tensors_lie_on_the_cpu(native_library: NativeLibrary, call: str) -> Non
 
 def test_rows_that_are_written_do_not_overlap(native_library: NativeLibrary) -> None:
     overlapping = torch.zeros(1, 20).expand(3, 20)
-    with pytest.raises(InvariantError, match="out has strides .*must not overlap"):
+    with pytest.raises(InvariantError, match=r"out has strides .*must not overlap"):
         linear(torch.rand(3, 8), pack_weight(torch.rand(20, 8)), out=overlapping)
-    with pytest.raises(InvariantError, match="x has strides .*must not overlap"):
+    with pytest.raises(InvariantError, match=r"x has strides .*must not overlap"):
         add_norm(overlapping, None, None, torch.ones(20), 1e-6)
 
 
