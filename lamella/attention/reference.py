@@ -7,6 +7,7 @@ import torch
 from lamella.attention.backend import AttentionParams, LayerCache, token_major_cache
 from lamella.attention.kv_dtype import to_kv_dtype
 from lamella.attention.metadata import AttentionMetadata
+from lamella.attention.write_arguments import check_write
 from lamella.errors import ConfigError, InvariantError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
@@ -56,6 +57,7 @@ class ReferenceBackend:
         )
 
     def write_kv(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> None:
+        check_write(cache, key, value, metadata)
         for token, slot in enumerate(metadata.slot_mapping.tolist()):
             if slot >= 0:
                 page_id, offset = divmod(slot, metadata.page_tokens)

@@ -11,6 +11,7 @@ from lamella.attention.kv_dtype import to_kv_dtype
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.torch_decode import decode
 from lamella.attention.torch_prefill import prefill
+from lamella.attention.write_arguments import check_write
 from lamella.kv_cache.spec import KVCacheSpec
 
 
@@ -39,6 +40,7 @@ class TorchBackend:
         )
 
     def write_kv(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> None:
+        check_write(cache, key, value, metadata)
         tokens, page_ids, offsets = _write_targets(metadata)
         if tokens is not None:
             key = key[tokens]

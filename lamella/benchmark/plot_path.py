@@ -21,5 +21,5 @@ def check_plot_path(path: str | Path | None) -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            'a plot needs matplotlib, which is not installed; run: pip install "lamella[bench]"'
+            'a plot needs matplotlib, which is not installed; run: pip install ".[bench]" in a clone of lamella'
         ) from error

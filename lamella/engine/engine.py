@@ -21,6 +21,7 @@ from lamella.engine.prompts import ParsedPrompt, parse_prompt
 from lamella.engine.request import Request
 from lamella.engine.request_rows import require_fitting
 from lamella.engine.sampling_params import SamplingParams
+from lamella.engine.turns import Turns, in_turn
 from lamella.errors import EngineClosedError, RequestError
 from lamella.kv_cache import invariants
 from lamella.kv_cache.block_manager import GroupUsage
@@ -29,6 +30,7 @@ from lamella.kv_cache.report import kv_cache_report
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.runner import LaunchedStep
 from lamella.model_executor.tokenizer import Tokenizer
+from lamella.native.fork_guard import FORK_GUARD
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,8 @@ class _Books(enum.Enum):
 
 
 class Engine:
-    """One model and its KV cache. Several engines can live in one process; one thread at a time each.
+    """One model and its KV cache. Several engines can live in one process. Any thread may call: calls queue, each waits
+    for a step that runs at most.
 
     Engine(config) or Engine(model=..., **engine_arguments).
     """
@@ -70,8 +73,11 @@ class Engine:
     def __init__(self, config: EngineConfig | None = None, **engine_arguments: Any) -> None:
         if config is not None and engine_arguments:
             raise TypeError("give either a config or engine arguments, not both")
+        FORK_GUARD.check()
         started = time.monotonic()
+        self._turns = Turns()
         self.config = config if config is not None else EngineConfig(**engine_arguments)
+        FORK_GUARD.arm()  # on the torch path there are threads, too
         self._loaded: LoadedEngine | None = load_engine(self.config)
         self.config = dataclasses.replace(self.config, max_model_len=self._loaded.pool.max_model_len)
         self.max_model_len = self._loaded.pool.max_model_len
@@ -115,6 +121,7 @@ class Engine:
             )
         return parsed
 
+    @in_turn
     def add_parsed(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams) -> None:
         """Queue what `parse` returned. Whatever is raised, all n samples are queued, or none."""
         loaded = self._require_settled()
@@ -158,6 +165,7 @@ class Engine:
             self._recover(loaded)
             raise
 
+    @in_turn
     def abort(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
         """End requests now; returns their last outputs (finish_reason "abort"), and those that no `step` came to
         return. Unknown ids are ignored: they may just have finished. If it is interrupted, all are ended or none; the
@@ -184,6 +192,7 @@ class Engine:
     def num_unfinished_requests(self) -> int:
         return len(self._outputs)
 
+    @in_turn
     def step(self) -> list[RequestOutput]:
         """Run one step of the batch; returns the outputs of requests that got a token (or, for
         FINAL_ONLY, that finished). With async scheduling the next step is launched before this one's outputs are made.
@@ -272,6 +281,10 @@ class Engine:
     # The rest
 
     @property
+    def is_closed(self) -> bool:
+        return self._loaded is None
+
+    @property
     def model_config(self) -> ModelConfig:
         return self._require_open().model_config
 
@@ -287,10 +300,12 @@ class Engine:
     def get_tokenizer(self) -> Tokenizer:
         return self._require_open().tokenizer
 
+    @in_turn
     def check_invariants(self) -> None:
         """Raise InvariantError if the KV bookkeeping contradicts itself."""
         invariants.check(self._require_open().manager)
 
+    @in_turn
     def stats(self) -> EngineStats:
         loaded = self._require_open()
         counters = loaded.scheduler.counters()._asdict()
@@ -304,6 +319,7 @@ class Engine:
             kv_cache=count_kv_cache(loaded.manager, hits),
         )
 
+    @in_turn
     def kv_cache_report(self) -> str:
         """Tables of what each layer keeps, pages and slabs per group, and how many requests fit at several lengths."""
         loaded = self._require_open()
@@ -317,6 +333,7 @@ class Engine:
             step_pages_bytes=loaded.pool.step_pages_bytes,
         )
 
+    @in_turn
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes that no running request uses; True when none is left."""
         loaded = self._require_settled()
@@ -330,7 +347,14 @@ class Engine:
         return is_empty
 
     def close(self) -> None:
-        """Give all memory back. Unfinished requests are dropped; closing twice is fine."""
+        """Give all memory back. Unfinished requests are dropped; closing twice is fine.
+
+        A step that another thread runs ends first; that thread's next call raises EngineClosedError."""
+        if FORK_GUARD.has_forked:  # nobody else is here, and the lock may look taken for ever
+            self._turns = Turns()
+        self._turns.run(self._close)
+
+    def _close(self) -> None:
         loaded, self._loaded = self._loaded, None
         self._launched.clear()
         self._outputs.clear()
@@ -347,9 +371,11 @@ class Engine:
         self.close()
 
     def _require_open(self) -> LoadedEngine:
-        if self._loaded is None:
+        FORK_GUARD.check()
+        loaded = self._loaded
+        if loaded is None:
             raise EngineClosedError("the engine is closed: make a new one")
-        return self._loaded
+        return loaded
 
     def _require_settled(self) -> LoadedEngine:
         """For calls that change something: where an exception came again while the engine recovered from one, that is

@@ -15,7 +15,8 @@ from lamella.engine.engine import Engine
 from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, Prompt, split_prompts
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
-from lamella.errors import LamellaError, RequestError
+from lamella.engine.turns import Turns, in_turn
+from lamella.errors import EngineClosedError, LamellaError, RequestError
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.tokenizer import Tokenizer
 
@@ -25,7 +26,8 @@ Message = Mapping[str, Any]
 class LLM:
     """A model for offline batches. Keyword arguments are EngineConfig's; unknown ones raise TypeError.
 
-    A context manager; `close()` gives the memory back.
+    A context manager; `close()` gives the memory back. Any thread may call: of several calls of `generate` and `chat`,
+    one runs and the others wait for it; `close` ends a running one with EngineClosedError after its step.
     """
 
     def __init__(self, model: str, **engine_arguments: Any) -> None:
@@ -34,6 +36,7 @@ class LLM:
         self.engine = Engine(EngineConfig(model=model, **engine_arguments))
         self._next_id = itertools.count()
         self._ids: list[str] = []  # of the requests of a call of `generate` that may not have ended them
+        self._turns = Turns()
 
     @property
     def load_seconds(self) -> float:
@@ -135,6 +138,7 @@ class LLM:
             )
         return list(sampling_params)
 
+    @in_turn
     def _run(
         self, prompts: list[ParsedPrompt], all_params: list[SamplingParams], use_tqdm: bool | Callable[..., tqdm[Any]]
     ) -> list[RequestOutput]:
@@ -160,9 +164,17 @@ class LLM:
                     finished[output.request_id] = output
                     progress.add(output)
         finally:
-            engine.abort(ids)  # those that have finished are unknown to it
+            if not engine.is_closed:
+                engine.abort(ids)  # those that have finished are unknown to it
             self._ids = []
             progress.close()
+        if len(finished) < len(ids):
+            if engine.is_closed:
+                raise EngineClosedError("the engine was closed while generate ran: its unfinished requests are dropped")
+            raise LamellaError(
+                "outputs are missing: something else stepped the engine or aborted its requests while generate ran; "
+                "leave the engine to generate until it returns"
+            )
         return [finished[request_id] for request_id in ids]
 
 

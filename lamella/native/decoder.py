@@ -10,8 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lamella.errors import ConfigError, InvariantError
-from lamella.native.arguments import check_contiguous, check_rows, check_vector, require_library
-from lamella.native.attention import Batch, Pages
+from lamella.native.arguments import check_contiguous, check_indices, check_rows, check_vector, require_library
+from lamella.native.attention import MAX_INT, Batch, Pages
 from lamella.native.layers import LayerTail, LinearLayer, LinearStructure, TailStructure
 from lamella.native.library import PANEL, Float, Int, Pointer
 
@@ -64,6 +64,8 @@ class DecoderLayer:
     def __init__(self, weights: DecoderWeights, pages: Pages, num_heads: int, visibility: Visibility) -> None:
         """Raises ConfigError for projections that do not fit the pages."""
         k_dim, v_dim = pages.k_dim, pages.v_dim
+        if pages.num_kv_heads < 1 or num_heads % pages.num_kv_heads:
+            raise ConfigError(f"{num_heads} query heads cannot share {pages.num_kv_heads} KV heads; a multiple can")
         columns, attended = num_heads * k_dim + pages.num_kv_heads * (k_dim + v_dim), num_heads * v_dim
         qkv_proj, tail = weights.qkv_proj, weights.tail
         if (qkv_proj.num_in, qkv_proj.num_out, tail.num_in) != (tail.width, columns, attended):
@@ -82,6 +84,7 @@ class DecoderLayer:
             check_vector("sinks", sinks, num_heads)
         self.width = tail.width
         self.k_dim = k_dim
+        self.pages = pages
         self._kept = (weights, pages, visibility)  # their memory is what the addresses are of
         self._structure = _DecoderLayer(
             qkv_proj.structure,
@@ -104,12 +107,14 @@ class LayerStep:
     """What a step has for a layer: its batch, where K and V go, and rotary embedding. Layers share it."""
 
     def __init__(self, batch: Batch, slots: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """slots: int64 [T]. cos and sin: float32 [T, rotary_dim / 2]; dimensions of 1 do not matter.
+        """slots: int64 [T], -1: nowhere. cos and sin: float32 [T, rotary_dim / 2]; dimensions of 1 do not matter.
 
         Raises InvariantError for shapes that do not fit.
         """
         num_rows, half = slots.numel(), cos.shape[-1]
-        check_vector("slots", slots, num_rows, dtype=slots.dtype)
+        check_indices("slots", slots, num_rows, first=-1, stop=MAX_INT)
+        if batch.num_rows != num_rows:
+            raise InvariantError(f"slots are of {num_rows} tokens; the batch has {batch.num_rows}")
         for name, table in (("cos", cos), ("sin", sin)):
             check_rows(name, table.view(-1, half), half)
             check_contiguous(name, table)
@@ -118,6 +123,8 @@ class LayerStep:
                     f"{name} has shape {list(table.shape)}; {num_rows} tokens take [{num_rows}, {half}]"
                 )
         self.num_rows = num_rows
+        self.stop_slot = int(slots.numpy().max(initial=-1)) + 1  # layers have pages of their own, see run_layers
+        self.stop_id = int(batch.stop_id)
         self.rotary_dim = 2 * half
         self._kept = (batch, slots, cos, sin)  # their memory is what the addresses are of
         self._structure = _LayerStep(
@@ -143,6 +150,11 @@ def run_layers(layers: Sequence[DecoderLayer], steps: Sequence[LayerStep], x: Te
             raise InvariantError(
                 f"a step of {step.num_rows} tokens and {step.rotary_dim} rotated dimensions came with {num_rows} rows "
                 f"and heads of {layer.k_dim}"
+            )
+        if step.stop_slot > layer.pages.num_slots or step.stop_id > layer.pages.num_ids:
+            raise InvariantError(
+                f"a step has slots up to {step.stop_slot - 1} and pages up to {step.stop_id - 1}; a layer's pages end "
+                f"with slot {layer.pages.num_slots - 1} of page {layer.pages.num_ids - 1}"
             )
         check_rows("x", x, layer.width)
     check_rows("normed", normed, x.shape[1])

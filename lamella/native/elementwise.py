@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lamella.errors import InvariantError
-from lamella.native.arguments import check_contiguous, check_rows, check_vector, require_library
+from lamella.native.arguments import check_contiguous, check_device, check_rows, check_vector, require_library
 from lamella.native.library import Float, Int, Pointer
 
 ACTIVATIONS = ("gelu_tanh", "silu")
@@ -45,7 +45,7 @@ def add_norm(x: Tensor, y: Tensor | None, post_weight: Tensor | None, next_weigh
     if x.dim() != 2:
         raise InvariantError(f"x has shape {list(x.shape)}; it must be [tokens, width]")
     num_rows, width = x.shape
-    check_rows("x", x, width)
+    check_rows("x", x, width, is_written=True)
     check_vector("next_weight", next_weight, width)
     if y is not None:
         check_rows("y", y, width)
@@ -83,6 +83,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     if x.dtype is not torch.float32:
         raise InvariantError(f"x has dtype {x.dtype}; the native kernels take torch.float32")
     check_contiguous("x", x)
+    check_device("x", x)
     if not cap > 0:
         raise InvariantError(f"cap={cap} is not a bound; it must be above 0")
     _kernels().softcap(x.data_ptr(), x.numel(), cap)

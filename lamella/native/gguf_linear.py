@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamella.errors import ConfigError
-from lamella.native.arguments import require_library
+from lamella.errors import ConfigError, InvariantError
+from lamella.native.arguments import check_panels, require_library
 from lamella.native.int8 import ROWS_AT_ONCE, check_activations, check_gathered, contiguous_ids
 from lamella.native.library import PANEL, Float, Int, Pointer
 
@@ -43,6 +43,13 @@ class GgufWeight:
     type_name: str
     num_out: int
     num_in: int
+
+    def __post_init__(self) -> None:
+        form = FORMATS.get(self.type_name)
+        if form is None:
+            raise InvariantError(f"type_name={self.type_name!r} has no kernel; there are {', '.join(sorted(FORMATS))}")
+        shape = (-(-self.num_out // PANEL), -(-self.num_in // form.panel_inputs), form.panel_words, PANEL)
+        check_panels("panels", self.panels, shape, torch.int32)
 
     @property
     def num_bytes(self) -> int:

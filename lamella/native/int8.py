@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lamella.errors import ConfigError
-from lamella.native.arguments import require_library
+from lamella.native.arguments import check_device, check_panels, check_vector, require_library
 from lamella.native.library import PANEL, Float, Int, Pointer
 
 LINE_STEPS = 4  # inputs whose bytes lie side by side: csrc/int8_panels.h
@@ -35,6 +35,12 @@ class Int8Weight:
     scales: Tensor  # float32 [ceil(num_out / 16) * 16]
     num_out: int
     num_in: int
+
+    def __post_init__(self) -> None:
+        num_panels = -(-self.num_out // PANEL)
+        shape = (num_panels, -(-self.num_in // LINE_STEPS), PANEL, LINE_STEPS)
+        check_panels("panels", self.panels, shape, torch.int8)
+        check_vector("scales", self.scales, num_panels * PANEL)
 
     @property
     def num_bytes(self) -> int:
@@ -110,18 +116,20 @@ def _functions() -> _Functions:
 
 
 def check_activations(x: Tensor, num_in: int) -> None:
-    """Raises ConfigError unless `x` is float32, contiguous, [..., num_in]."""
-    if x.dtype != torch.float32 or x.shape[-1] != num_in or not x.is_contiguous():
+    """Raises ConfigError unless `x` is float32, contiguous, [..., num_in], InvariantError unless on the CPU."""
+    if x.dtype != torch.float32 or x.shape[-1:] != (num_in,) or not x.is_contiguous():
         contiguous = "contiguous" if x.is_contiguous() else "not contiguous"
         raise ConfigError(
             f"x is {x.dtype} {list(x.shape)}, {contiguous}; this weight takes contiguous float32 [..., {num_in}]"
         )
+    check_device("x", x)
 
 
 def contiguous_ids(ids: Tensor) -> Tensor:
-    """Raises ConfigError unless `ids` are int64."""
+    """Raises ConfigError unless `ids` are int64, InvariantError unless on the CPU."""
     if ids.dtype != torch.int64:
         raise ConfigError(f"ids are {ids.dtype}; rows are gathered by int64 ids")
+    check_device("ids", ids)
     return ids.contiguous()
 
 
@@ -134,6 +142,7 @@ def check_gathered(wrong: int, ids: Tensor, num_out: int) -> None:
 def check_bias(bias: Tensor, num_out: int) -> None:
     if bias.dtype != torch.float32 or tuple(bias.shape) != (num_out,) or not bias.is_contiguous():
         raise ConfigError(f"bias is {bias.dtype} {list(bias.shape)}; this weight takes contiguous float32 [{num_out}]")
+    check_device("bias", bias)
 
 
 def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:

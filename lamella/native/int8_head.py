@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lamella.errors import ConfigError
-from lamella.native.arguments import require_library
+from lamella.native.arguments import check_panels, check_vector, require_library
 from lamella.native.int8 import LEVELS, ROWS_AT_ONCE, Int8Weight, check_activations, quantize_int8
 from lamella.native.library import PANEL, Float, Int, Pointer
 
@@ -50,6 +50,12 @@ class Int8Head:
     level_slopes: Tensor  # what more it can be, per |d|_2, where d is what rounding x to 16 bits changes
     floor: float  # error where numbers underflow
     largest: float  # at least the largest |weight|
+
+    def __post_init__(self) -> None:
+        num_panels = -(-self.weight.num_out // PANEL)
+        check_panels("float_panels", self.float_panels, (num_panels, self.weight.num_in, PANEL), torch.float32)
+        for name in ("largest_slopes", "norm_slopes", "level_slopes"):
+            check_vector(name, getattr(self, name), num_panels * PANEL)
 
     def best(self, x: Tensor, num_best: int = 1) -> BestOutputs:
         """The `num_best` largest outputs of each row of `x`, contiguous float32 [num_rows, K].

@@ -10,11 +10,14 @@ import ctypes
 import functools
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lamella.errors import ConfigError
+from lamella.native.fork_guard import FORK_GUARD
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +38,14 @@ class NativeLibrary:
     """
 
     def __init__(self, path: Path) -> None:
+        FORK_GUARD.check()
         self.path = path
         self._library = ctypes.CDLL(str(path))
+        FORK_GUARD.arm()
 
-    def function(self, name: str, *argtypes: type, restype: type | None = None):
+    def function(self, name: str, *argtypes: type, restype: type | None = None) -> Callable[..., Any]:
         """The exported function `lamella_<name>`; releases the GIL while it runs. Raises ConfigError where the build
-        lacks it."""
+        lacks it. Calls of it raise ForkedProcessError in a child that was forked from this process."""
         try:
             function = getattr(self._library, f"lamella_{name}")
         except AttributeError:
@@ -50,7 +55,14 @@ class NativeLibrary:
             ) from None
         function.argtypes = argtypes
         function.restype = restype
-        return function
+        guard = FORK_GUARD
+
+        def checked(*arguments: Any) -> Any:
+            if guard.has_forked:
+                guard.check()
+            return function(*arguments)
+
+        return checked
 
 
 def library_path(build: str) -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lamella.errors import InvariantError
-from lamella.native.arguments import check_contiguous, check_rows, check_vector, require_library
+from lamella.native.arguments import check_contiguous, check_panels, check_rows, check_vector, require_library
 from lamella.native.library import PANEL, Float, Int, Pointer
 
 MAX_TOPK = 128
@@ -39,12 +39,7 @@ class PackedWeight:
                 f"a weight of num_out={self.num_out}, num_in={self.num_in} cannot be packed; both are at least 1, "
                 f"and num_out is at most {MAX_OUTPUTS}"
             )
-        shape = [-(-self.num_out // PANEL), self.num_in, PANEL]
-        if self.data.dtype is not torch.float32:
-            raise InvariantError(f"data has dtype {self.data.dtype}; it must be torch.float32")
-        if list(self.data.shape) != shape:
-            raise InvariantError(f"data has shape {list(self.data.shape)}; it must be {shape}")
-        check_contiguous("data", self.data)
+        check_panels("data", self.data, (-(-self.num_out // PANEL), self.num_in, PANEL), torch.float32)
 
 
 class TopColumns(NamedTuple):
@@ -126,7 +121,7 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Ten
     if out is None:
         out = torch.empty(num_rows, num_out)
     else:
-        check_rows("out", out, num_out)
+        check_rows("out", out, num_out, is_written=True)
         if out.shape[0] != num_rows:
             raise InvariantError(f"out has {out.shape[0]} rows; x has {num_rows}")
     if num_rows:

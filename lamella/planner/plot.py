@@ -20,7 +20,7 @@ def plot_plan(plan: Plan, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            'a plot needs matplotlib, which is not installed; run: pip install "lamella[bench]"'
+            'a plot needs matplotlib, which is not installed; run: pip install ".[bench]" in a clone of lamella'
         ) from error
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()

@@ -49,7 +49,7 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run("--model", "gpt-oss-20b", "--plot", str(tmp_path / "plan.png"))
     assert result.exit_code == 2
-    assert 'pip install "lamella[bench]"' in result.stderr
+    assert 'pip install ".[bench]"' in result.stderr
     assert ["elastic", "105", "2,048"] not in lines_of(result.stdout)  # 2,048-token chunks leave room for more
     assert any(line[:1] == ["elastic"] for line in lines_of(result.stdout))
 

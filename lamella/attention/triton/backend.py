@@ -12,6 +12,7 @@ from lamella.attention.triton.prefill import prefill
 from lamella.attention.triton.shapes import check_tables
 from lamella.attention.triton.tuning import Tile, choose_tile
 from lamella.attention.triton.write_kv import write_kv
+from lamella.attention.write_arguments import check_write
 from lamella.kv_cache.spec import KVCacheSpec
 
 SEGMENT_TOKENS = 256
@@ -58,6 +59,7 @@ class TritonBackend:
         )
 
     def write_kv(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> None:
+        check_write(cache, key, value, metadata)
         write_kv(cache, _rows(key), _rows(value), metadata.slot_mapping)
 
     def decode(

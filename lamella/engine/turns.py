@@ -1,0 +1,80 @@
+"""One thread at a time, in turn: how calls from several threads share one engine."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from lamella.native.fork_guard import FORK_GUARD
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_PAUSE_SECONDS = 0.0005
+_MOST_PAUSES = 20
+
+
+class Turns:
+    """A lock that its holder may take again, and that nobody takes twice while another thread waits for it.
+
+    A plain lock is nearly always won by the thread that has just let go of it: a loop of steps would keep `abort` or
+    `close` of another thread waiting until its last request ends. Here a thread that comes while others wait pauses
+    until one of them has the lock.
+
+    Python raises KeyboardInterrupt between any two of its instructions, but not between taking a lock of its own by
+    `with` and the block that lets go of it again. All else here is a hint, which may be stale after an interrupt: it
+    costs a pause at most.
+    """
+
+    __slots__ = ("_holder", "_lock", "_waiting")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._holder: int | None = None  # a hint
+        self._waiting: set[int] = set()  # a hint: threads
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """Do the work when it is this thread's turn."""
+        thread = threading.get_ident()
+        if self._holder == thread:  # only a thread itself can have written its own number here
+            with self._lock:
+                return work()
+        for _ in range(_MOST_PAUSES):
+            if not self._waiting - {thread}:
+                break
+            time.sleep(_PAUSE_SECONDS)
+        self._waiting.add(thread)
+        try:
+            with self._lock:
+                self._waiting.discard(thread)
+                self._holder = thread
+                try:
+                    return work()
+                finally:
+                    self._holder = None
+        finally:
+            self._waiting.discard(thread)
+
+
+class TakesTurns(Protocol):
+    _turns: Turns
+
+
+Self = TypeVar("Self", bound=TakesTurns)
+
+
+def in_turn(
+    method: Callable[Concatenate[Self, Arguments], Result],
+) -> Callable[Concatenate[Self, Arguments], Result]:
+    """Calls of the object's methods that are marked so queue. Raises ForkedProcessError where a lock may have been
+    copied while another thread, which is not here, held it."""
+
+    @functools.wraps(method)
+    def queued(self: Self, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        FORK_GUARD.check()
+        return self._turns.run(lambda: method(self, *args, **kwargs))
+
+    return queued
