@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from lamella.argument_checks import shown
 from lamella.engine.config import EngineConfig
 from lamella.engine.model_setup import LoadedEngine, load_engine
 from lamella.engine.output_processor import OutputProcessor
@@ -18,7 +19,14 @@ from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, parse_prompt
 from lamella.engine.request import Request
 from lamella.engine.sampling_params import SamplingParams
-from lamella.errors import EngineClosedError, RequestError
+from lamella.engine.vllm_keywords import refuse_foreign
+from lamella.engine.vllm_request_arguments import (
+    ABORT_REQUEST_ARGUMENTS,
+    ADD_REQUEST_ARGUMENTS,
+    FROM_ENGINE_ARGS_ARGUMENTS,
+    RESET_PREFIX_CACHE_ARGUMENTS,
+)
+from lamella.errors import CapacityError, ConfigError, EngineClosedError, RequestError
 from lamella.kv_cache import invariants
 from lamella.kv_cache.block_manager import GroupUsage
 from lamella.kv_cache.counters import KVCacheCounters, count_kv_cache
@@ -59,9 +67,13 @@ class Engine:
     def __init__(self, config: EngineConfig | None = None, **engine_arguments: Any) -> None:
         if config is not None and engine_arguments:
             raise TypeError("give either a config or engine arguments, not both")
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"config={shown(config)} is a {type(config).__name__}; give an EngineConfig, or Engine(model=...)"
+            )
         started = time.monotonic()
         self.config = config if config is not None else EngineConfig(**engine_arguments)
-        self._loaded: LoadedEngine | None = load_engine(self.config)
+        self._loaded: LoadedEngine | None = self._load()
         self.config = dataclasses.replace(self.config, max_model_len=self._loaded.pool.max_model_len)
         self.max_model_len = self._loaded.pool.max_model_len
         self._outputs = OutputProcessor(self._loaded.tokenizer)
@@ -71,14 +83,27 @@ class Engine:
         self.is_async = self._loaded.runner.device.type == "cuda" if wants_async is None else wants_async
         self.load_seconds = time.monotonic() - started
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig, **vllm_arguments: Any) -> Engine:
+        """Engine(engine_args), as vLLM's LLMEngine is made."""
+        known = ("engine_args",)
+        refuse_foreign("from_engine_args", vllm_arguments, known=known, foreign=FROM_ENGINE_ARGS_ARGUMENTS)
+        return cls(engine_args)
+
     # Requests
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams | None = None) -> None:
+    def add_request(
+        self, request_id: str, prompt: Any, params: SamplingParams | None = None, **vllm_arguments: Any
+    ) -> None:
         """Queue a request. Raises RequestError, with nothing changed, if it cannot be run as given.
 
         prompt: a string, token ids, {"prompt": ...} or {"prompt_token_ids": ...}, the dicts with an
-        optional "cache_salt". params: None: `get_default_sampling_params()`.
+        optional "cache_salt". params: None: `get_default_sampling_params()`. vLLM's other arguments are taken where
+        they ask for nothing.
         """
+        if vllm_arguments:
+            known = ("request_id", "prompt", "params")
+            refuse_foreign("add_request", vllm_arguments, known=known, foreign=ADD_REQUEST_ARGUMENTS)
         params = self.get_default_sampling_params() if params is None else params
         self.add_parsed(request_id, self.parse(prompt, params), params)
 
@@ -148,12 +173,20 @@ class Engine:
         self._drop_moot_steps(loaded)
         return outputs
 
+    def abort_request(self, request_ids: str | Iterable[str], **vllm_arguments: Any) -> None:
+        """`abort` under vLLM's name, which returns nothing."""
+        refuse_foreign("abort_request", vllm_arguments, known=("request_ids",), foreign=ABORT_REQUEST_ARGUMENTS)
+        self.abort(request_ids)
+
     def has_unfinished_requests(self) -> bool:
         return self._loaded is not None and len(self._outputs) > 0
 
     @property
     def num_unfinished_requests(self) -> int:
         return len(self._outputs)
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.num_unfinished_requests
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the batch; returns the outputs of requests that got a token (or, for
@@ -257,8 +290,9 @@ class Engine:
             step_pages_bytes=loaded.pool.step_pages_bytes,
         )
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, **vllm_arguments: Any) -> bool:
         """Forget cached prefixes that no running request uses; True when none is left."""
+        refuse_foreign("reset_prefix_cache", vllm_arguments, known=(), foreign=RESET_PREFIX_CACHE_ARGUMENTS)
         return self._require_open().manager.reset_prefix_cache()
 
     def close(self) -> None:
@@ -274,6 +308,16 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _load(self) -> LoadedEngine:
+        try:
+            return load_engine(self.config)
+        except MemoryError as error:
+            raise CapacityError(
+                f"memory ended while tables were made for max_num_seqs={self.config.max_num_seqs}, "
+                f"max_num_batched_tokens={self.config.max_num_batched_tokens} and "
+                f"max_model_len={self.config.max_model_len} ({error}); lower them, or free memory"
+            ) from error
 
     def _require_open(self) -> LoadedEngine:
         if self._loaded is None:
