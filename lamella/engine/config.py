@@ -33,7 +33,7 @@ WHOLE_NUMBERS = {
     "kv_cache_memory_bytes": WholeRange(1, 2**50),
     "retention_grid_tokens": WholeRange(1, MOST_TOKENS),
 }
-MAX_MODEL_LEN = WholeRange(1, MOST_TOKENS, f'a whole number from 1 to {MOST_TOKENS}, or "auto"')
+MAX_MODEL_LEN = WholeRange(-1, MOST_TOKENS, f'a whole number from 1 to {MOST_TOKENS}, or "auto" (or -1)')
 _FRACTIONS = ("kv_cache_memory_fraction", "gpu_memory_utilization")
 _TRUTH_VALUES = (
     "enable_prefix_caching",
@@ -149,8 +149,11 @@ class EngineConfig:
                 self._set(name, whole.check(name, getattr(self, name), ConfigError))
         if isinstance(self.max_model_len, str) and self.max_model_len != "auto":
             raise ConfigError(f"max_model_len={shown(self.max_model_len)} is not known; give {MAX_MODEL_LEN}")
-        if self.max_model_len is not None and self.max_model_len not in ("auto", -1):
-            self._set("max_model_len", MAX_MODEL_LEN.check("max_model_len", self.max_model_len, ConfigError))
+        if not (self.max_model_len is None or isinstance(self.max_model_len, str)):
+            length = MAX_MODEL_LEN.check("max_model_len", self.max_model_len, ConfigError)
+            if length == 0:
+                raise ConfigError(f"max_model_len=0 is out of range; give {MAX_MODEL_LEN}")
+            self._set("max_model_len", length)
         for name in _FRACTIONS:
             self._set(name, FRACTION.check(name, getattr(self, name), ConfigError))
         for name in _TRUTH_VALUES:
