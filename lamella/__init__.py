@@ -4,6 +4,8 @@ from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine, EngineStats
 from lamella.engine.llm import LLM
 from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from lamella.engine.prompts import Prompt as PromptType
+from lamella.engine.prompts import TextPrompt, TokensPrompt
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
 from lamella.errors import (
     CapacityError,
@@ -14,9 +16,14 @@ from lamella.errors import (
     LamellaError,
     ModelLoadError,
     RequestError,
+    UnsupportedArgumentError,
 )
 
 __version__ = "0.1.0"
+
+# vLLM's names.
+EngineArgs = EngineConfig
+LLMEngine = Engine
 
 __all__ = [
     "LLM",
@@ -24,18 +31,24 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "Engine",
+    "EngineArgs",
     "EngineClosedError",
     "EngineConfig",
     "EngineStats",
     "ForkedProcessError",
     "InvariantError",
+    "LLMEngine",
     "LamellaError",
     "Logprob",
     "ModelLoadError",
+    "PromptType",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "UnsupportedArgumentError",
     "__version__",
 ]

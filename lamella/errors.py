@@ -24,6 +24,11 @@ class RequestError(LamellaError, ValueError):
     """A request that is refused; other requests are not touched."""
 
 
+class UnsupportedArgumentError(ConfigError, RequestError):
+    """An argument of vLLM's that lamella has not, at a value that asks for something: of an engine or of a request,
+    which a script that is being ported need not tell apart."""
+
+
 class EngineClosedError(LamellaError, RuntimeError):
     """The engine was used after `close()`."""
 

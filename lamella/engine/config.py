@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import KW_ONLY, dataclass
 
+import torch
+
+from lamella.argument_checks import FRACTION, MOST_SEED, MOST_TOKENS, WholeRange, path_text, shown, truth_value
 from lamella.attention.backend import BACKEND_NAMES
 from lamella.attention.kv_dtype import KV_CACHE_DTYPES
+from lamella.engine.vllm_engine_arguments import ENGINE_ARGUMENTS, NONE_IS_DEFAULT
+from lamella.engine.vllm_keywords import takes_vllm_keywords
 from lamella.engine.waiting_queue import SCHEDULING_POLICIES
 from lamella.errors import ConfigError
 from lamella.kv_cache.retention import RetentionPolicy
@@ -15,9 +21,32 @@ from lamella.model_executor.operators.choice import QUANTIZATIONS
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 KV_SPLITS = ("elastic", "ratio")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+
+# What arrays of one entry per request, per token of a step and per page may grow to.
+WHOLE_NUMBERS = {
+    "seed": WholeRange(0, MOST_SEED),
+    "max_num_seqs": WholeRange(1, 2**16),
+    "max_num_batched_tokens": WholeRange(1, 2**24),
+    "page_size": WholeRange(1, 2**16),
+    "swa_eviction_interval": WholeRange(1, MOST_TOKENS),
+    "kv_cache_memory_bytes": WholeRange(1, 2**50),
+    "retention_grid_tokens": WholeRange(1, MOST_TOKENS),
+}
+MAX_MODEL_LEN = WholeRange(-1, MOST_TOKENS, f'a whole number from 1 to {MOST_TOKENS}, or "auto" (or -1)')
+_FRACTIONS = ("kv_cache_memory_fraction", "gpu_memory_utilization")
+_TRUTH_VALUES = (
+    "enable_prefix_caching",
+    "disable_hybrid_kv_cache",
+    "windowed_replay",
+    "enforce_eager",
+    "check_invariants",
+    "async_scheduling",
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@takes_vllm_keywords(ENGINE_ARGUMENTS, ConfigError, NONE_IS_DEFAULT)
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How to run a model. Names follow vLLM's engine arguments where both have the thing.
 
@@ -59,6 +88,7 @@ class EngineConfig:
     """
 
     model: str
+    _: KW_ONLY
     tokenizer: str | None = None
     load_format: str = "auto"
     dtype: str = "auto"
@@ -89,8 +119,23 @@ class EngineConfig:
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model={self.model!r}: must be the path of a model or a demo model's name")
+        self._check_values()
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                "a step must have room for one token of every running request"
+            )
+
+    def _check_values(self) -> None:
+        """Bring every field to its own type and check its range, or refuse it."""
+        for name in ("model", "tokenizer", "cache_dir"):
+            value = getattr(self, name)
+            if value is not None or name == "model":
+                self._set(name, path_text(name, value, ConfigError))
+        if isinstance(self.dtype, torch.dtype):
+            self._set("dtype", str(self.dtype).removeprefix("torch."))
+        if isinstance(self.dtype, str):
+            self._set("dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
         self._require_one_of("load_format", LOAD_FORMATS)
         self._require_one_of("dtype", DTYPES)
         self._require_one_of("quantization", QUANTIZATIONS)
@@ -98,43 +143,43 @@ class EngineConfig:
         self._require_one_of("kv_cache_dtype", tuple(KV_CACHE_DTYPES))
         self._require_one_of("kv_split", KV_SPLITS)
         self._require_one_of("scheduling_policy", SCHEDULING_POLICIES)
-        RetentionPolicy(self.retention, self.retention_grid_tokens)  # raises what is wrong with them
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
-            self._require_positive(name)
-        for name in ("swa_eviction_interval", "kv_cache_memory_bytes"):
+        self._check_device()
+        for name, whole in WHOLE_NUMBERS.items():
             if getattr(self, name) is not None:
-                self._require_positive(name)
-        if self.max_model_len is not None and self.max_model_len not in ("auto", -1):
-            self._require_positive("max_model_len", 'or "auto"')
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise ConfigError(f"seed={self.seed!r}: must be an integer of at least 0")
-        for name in ("kv_cache_memory_fraction", "gpu_memory_utilization"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must lie in (0, 1]")
-        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
-            raise ConfigError(
-                f"async_scheduling={self.async_scheduling!r}: must be True, False, or None to let the device decide"
-            )
+                self._set(name, whole.check(name, getattr(self, name), ConfigError))
+        if isinstance(self.max_model_len, str) and self.max_model_len != "auto":
+            raise ConfigError(f"max_model_len={shown(self.max_model_len)} is not known; give {MAX_MODEL_LEN}")
+        if not (self.max_model_len is None or isinstance(self.max_model_len, str)):
+            length = MAX_MODEL_LEN.check("max_model_len", self.max_model_len, ConfigError)
+            if length == 0:
+                raise ConfigError(f"max_model_len=0 is out of range; give {MAX_MODEL_LEN}")
+            self._set("max_model_len", length)
+        for name in _FRACTIONS:
+            self._set(name, FRACTION.check(name, getattr(self, name), ConfigError))
+        for name in _TRUTH_VALUES:
+            if name != "async_scheduling" or self.async_scheduling is not None:
+                self._set(name, truth_value(name, getattr(self, name), ConfigError))
+        RetentionPolicy(self.retention, self.retention_grid_tokens)  # raises what is wrong with them
         if self.swa_full_tokens_ratio is not None:
-            check_ratio(self.swa_full_tokens_ratio)
+            self._set("swa_full_tokens_ratio", check_ratio(self.swa_full_tokens_ratio))
             if self.kv_split != "ratio":
                 raise ConfigError(
                     f"swa_full_tokens_ratio={self.swa_full_tokens_ratio!r} is given, but with "
                     f'kv_split="{self.kv_split}" memory is not divided by a ratio; set kv_split="ratio" as well, or '
                     "leave the ratio out"
                 )
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
-                "a step must have room for one token of every running request"
-            )
+
+    def _check_device(self) -> None:
+        if isinstance(self.device, torch.device):
+            self._set("device", str(self.device))
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device, re.ASCII):
+            raise ConfigError(f'device={shown(self.device)} is not supported: use "auto", "cpu", "cuda" or "cuda:0"')
 
     def _require_one_of(self, name: str, choices: tuple[str | None, ...]) -> None:
-        if getattr(self, name) not in choices:
-            known = ", ".join(str(choice) for choice in choices)
-            raise ConfigError(f"{name}={getattr(self, name)!r} is not known; choose one of {known}")
-
-    def _require_positive(self, name: str, otherwise: str = "") -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r}: must be a positive integer {otherwise}".rstrip())
+        if not (value is None or isinstance(value, str)) or value not in choices:
+            known = ", ".join(str(choice) for choice in choices)
+            raise ConfigError(f"{name}={shown(value)} is not known; choose one of {known}")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from lamella.argument_checks import shown
 from lamella.engine.config import EngineConfig
 from lamella.engine.held_interrupts import HeldInterrupts
 from lamella.engine.model_setup import LoadedEngine, load_engine
@@ -22,7 +23,14 @@ from lamella.engine.request import Request
 from lamella.engine.request_rows import require_fitting
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.turns import Turns, in_turn
-from lamella.errors import EngineClosedError, RequestError
+from lamella.engine.vllm_keywords import refuse_foreign
+from lamella.engine.vllm_request_arguments import (
+    ABORT_REQUEST_ARGUMENTS,
+    ADD_REQUEST_ARGUMENTS,
+    FROM_ENGINE_ARGS_ARGUMENTS,
+    RESET_PREFIX_CACHE_ARGUMENTS,
+)
+from lamella.errors import CapacityError, ConfigError, EngineClosedError, RequestError
 from lamella.kv_cache import invariants
 from lamella.kv_cache.block_manager import GroupUsage
 from lamella.kv_cache.counters import KVCacheCounters, count_kv_cache
@@ -74,11 +82,15 @@ class Engine:
         if config is not None and engine_arguments:
             raise TypeError("give either a config or engine arguments, not both")
         FORK_GUARD.check()
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"config={shown(config)} is a {type(config).__name__}; give an EngineConfig, or Engine(model=...)"
+            )
         started = time.monotonic()
         self._turns = Turns()
         self.config = config if config is not None else EngineConfig(**engine_arguments)
         FORK_GUARD.arm()  # on the torch path there are threads, too
-        self._loaded: LoadedEngine | None = load_engine(self.config)
+        self._loaded: LoadedEngine | None = self._load()
         self.config = dataclasses.replace(self.config, max_model_len=self._loaded.pool.max_model_len)
         self.max_model_len = self._loaded.pool.max_model_len
         self._outputs = OutputProcessor(self._loaded.tokenizer)
@@ -90,14 +102,27 @@ class Engine:
         self.is_async = self._loaded.runner.device.type == "cuda" if wants_async is None else wants_async
         self.load_seconds = time.monotonic() - started
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig, **vllm_arguments: Any) -> Engine:
+        """Engine(engine_args), as vLLM's LLMEngine is made."""
+        known = ("engine_args",)
+        refuse_foreign("from_engine_args", vllm_arguments, known=known, foreign=FROM_ENGINE_ARGS_ARGUMENTS)
+        return cls(engine_args)
+
     # Requests
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams | None = None) -> None:
+    def add_request(
+        self, request_id: str, prompt: Any, params: SamplingParams | None = None, **vllm_arguments: Any
+    ) -> None:
         """Queue a request. Raises RequestError, with nothing changed, if it cannot be run as given.
 
         prompt: a string, token ids, {"prompt": ...} or {"prompt_token_ids": ...}, the dicts with an
-        optional "cache_salt". params: None: `get_default_sampling_params()`.
+        optional "cache_salt". params: None: `get_default_sampling_params()`. vLLM's other arguments are taken where
+        they ask for nothing.
         """
+        if vllm_arguments:
+            known = ("request_id", "prompt", "params")
+            refuse_foreign("add_request", vllm_arguments, known=known, foreign=ADD_REQUEST_ARGUMENTS)
         params = self.get_default_sampling_params() if params is None else params
         self.add_parsed(request_id, self.parse(prompt, params), params)
 
@@ -184,6 +209,11 @@ class Engine:
             raise
         return self._outputs.take_of(given)
 
+    def abort_request(self, request_ids: str | Iterable[str], **vllm_arguments: Any) -> None:
+        """`abort` under vLLM's name, which returns nothing."""
+        refuse_foreign("abort_request", vllm_arguments, known=("request_ids",), foreign=ABORT_REQUEST_ARGUMENTS)
+        self.abort(request_ids)
+
     def has_unfinished_requests(self) -> bool:
         """Whether there is anything to `step` for: a request that runs or waits, or an output that nobody got."""
         return self._loaded is not None and (len(self._outputs) > 0 or self._outputs.has_outputs)
@@ -191,6 +221,9 @@ class Engine:
     @property
     def num_unfinished_requests(self) -> int:
         return len(self._outputs)
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.num_unfinished_requests
 
     @in_turn
     def step(self) -> list[RequestOutput]:
@@ -334,8 +367,9 @@ class Engine:
         )
 
     @in_turn
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, **vllm_arguments: Any) -> bool:
         """Forget cached prefixes that no running request uses; True when none is left."""
+        refuse_foreign("reset_prefix_cache", vllm_arguments, known=(), foreign=RESET_PREFIX_CACHE_ARGUMENTS)
         loaded = self._require_settled()
         try:
             self._books = _Books.HALF_DONE
@@ -369,6 +403,16 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _load(self) -> LoadedEngine:
+        try:
+            return load_engine(self.config)
+        except MemoryError as error:
+            raise CapacityError(
+                f"memory ended while tables were made for max_num_seqs={self.config.max_num_seqs}, "
+                f"max_num_batched_tokens={self.config.max_num_batched_tokens} and "
+                f"max_model_len={self.config.max_model_len} ({error}); lower them, or free memory"
+            ) from error
 
     def _require_open(self) -> LoadedEngine:
         FORK_GUARD.check()

@@ -16,15 +16,27 @@ from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, Prompt, split_prompts
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
 from lamella.engine.turns import Turns, in_turn
+from lamella.engine.vllm_keywords import refuse_foreign
+from lamella.engine.vllm_request_arguments import CHAT_ARGUMENTS, GENERATE_ARGUMENTS
 from lamella.errors import EngineClosedError, LamellaError, RequestError
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
+_CHAT_ARGUMENTS = (
+    "messages",
+    "sampling_params",
+    "use_tqdm",
+    "chat_template",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+)
 
 
 class LLM:
-    """A model for offline batches. Keyword arguments are EngineConfig's; unknown ones raise TypeError.
+    """A model for offline batches. Keyword arguments are EngineConfig's; unknown ones raise TypeError. vLLM's other
+    arguments, here and of its methods, are taken where they ask for nothing; elsewhere UnsupportedArgumentError says
+    what lamella has instead.
 
     A context manager; `close()` gives the memory back. Any thread may call: of several calls of `generate` and `chat`,
     one runs and the others wait for it; `close` ends a running one with EngineClosedError after its step.
@@ -37,6 +49,16 @@ class LLM:
         self._next_id = itertools.count()
         self._ids: list[str] = []  # of the requests of a call of `generate` that may not have ended them
         self._turns = Turns()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
+        """An LLM with every argument as given there: also scheduling_policy, "fcfs" unless told otherwise."""
+        return cls(**{field.name: getattr(engine_args, field.name) for field in dataclasses.fields(engine_args)})
+
+    @property
+    def llm_engine(self) -> Engine:
+        """`engine` under vLLM's name."""
+        return self.engine
 
     @property
     def load_seconds(self) -> float:
@@ -59,6 +81,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., tqdm[Any]] = True,
+        **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
 
@@ -67,6 +90,8 @@ class LLM:
         use_tqdm: show a progress bar, or make it with this callable.
         All prompts are checked before anything runs: RequestError names the first bad one.
         """
+        known = ("prompts", "sampling_params", "use_tqdm")
+        refuse_foreign("generate", vllm_arguments, known=known, foreign=GENERATE_ARGUMENTS)
         split = split_prompts(prompts)
         all_params = self._params_per_prompt(sampling_params, len(split))
         parsed: list[ParsedPrompt] = []
@@ -74,7 +99,7 @@ class LLM:
             try:
                 parsed.append(self.engine.parse(prompt, params))
             except RequestError as error:
-                raise RequestError(f"prompts[{index}]: {error}") from error
+                raise type(error)(f"prompts[{index}]: {error}") from error
         return self._run(parsed, all_params, use_tqdm)
 
     def chat(
@@ -86,11 +111,13 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, rendered with the model's chat template.
 
         messages: [{"role": "user", "content": ...}, ...]. chat_template: a Jinja template to use instead.
         """
+        refuse_foreign("chat", vllm_arguments, known=_CHAT_ARGUMENTS, foreign=CHAT_ARGUMENTS)
         conversations = _split_conversations(messages)
         tokenizer = self.get_tokenizer()
         prompts: list[Prompt] = []
@@ -106,9 +133,9 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, **vllm_arguments: Any) -> bool:
         """Forget cached prefixes; True when none is left."""
-        return self.engine.reset_prefix_cache()
+        return self.engine.reset_prefix_cache(**vllm_arguments)
 
     def close(self) -> None:
         """Give all memory back. Closing twice is fine."""

@@ -16,10 +16,10 @@ from lamella.attention.kv_dtype import KV_CACHE_DTYPES
 from lamella.engine.config import EngineConfig
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduler import Scheduler
-from lamella.errors import ConfigError
+from lamella.errors import CapacityError, ConfigError
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import KVLayout, build_layout, without_sliding
-from lamella.kv_cache.memory import MemoryProfile, allocate_arena, available_memory_bytes
+from lamella.kv_cache.memory import MemoryProfile, allocate_arena, available_memory_bytes, total_memory_bytes
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import PoolSize, decode_table_widths, size_pool
 from lamella.kv_cache.split import split_pools
@@ -104,7 +104,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         ),
     )
     uses_graphs = device.type == "cuda" and not config.enforce_eager and backend.name in CAPTURABLE_BACKENDS
-    memory_bytes, profile = config.kv_cache_memory_bytes, None
+    memory_bytes, profile = _checked_memory_bytes(config.kv_cache_memory_bytes, device), None
     if memory_bytes is None and device.type == "cuda":
         profile = profile_memory(
             model,
@@ -219,6 +219,17 @@ def _size_memory(
     return size, slab_quota, interval_tokens
 
 
+def _checked_memory_bytes(memory_bytes: int | None, device: torch.device) -> int | None:
+    """kv_cache_memory_bytes, refused before tables are made for pages that no memory could hold."""
+    total_bytes = total_memory_bytes(device) if memory_bytes is not None else 0
+    if memory_bytes is not None and memory_bytes > total_bytes:
+        raise CapacityError(
+            f"kv_cache_memory_bytes={memory_bytes} is more than the {total_bytes} bytes that {device} has; give less, "
+            "or None to take what is left"
+        )
+    return memory_bytes
+
+
 def _choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -230,6 +241,10 @@ def _choose_device(name: str) -> torch.device:
         raise ConfigError(f'device={name!r} is not supported: use "auto", "cpu" or "cuda"')
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f'device={name!r}: this torch finds no CUDA device; use device="cpu"')
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices, counted from 0; give one of these"
+        )
     return device
 
 

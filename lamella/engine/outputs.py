@@ -1,8 +1,12 @@
-"""What a caller gets back. Plain frozen values, with vLLM's names."""
+"""What a caller gets back. Plain frozen values, with vLLM's names; positional order is vLLM's, where there is any.
+
+What vLLM's outputs have and lamella never fills is None: of the class, so that it costs nothing.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,18 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
+    _: KW_ONLY
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    routed_experts: ClassVar[None] = None
+    lora_request: ClassVar[None] = None
+    sampling_mask: ClassVar[None] = None
+    spec_decode_metrics: ClassVar[None] = None
+    weight_versions: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -68,7 +80,18 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    _: KW_ONLY
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+
+    prompt_logprobs: ClassVar[None] = None
+    prompt_token_id_logprobs: ClassVar[None] = None
+    lora_request: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    multi_modal_placeholders: ClassVar[None] = None
+    num_cache_creation_tokens: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
+    ec_transfer_params: ClassVar[None] = None

@@ -8,7 +8,9 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from lamella.errors import RequestError
+from lamella.argument_checks import nearest_name, shown
+from lamella.engine.vllm_request_arguments import PROMPT_KEYS
+from lamella.errors import RequestError, UnsupportedArgumentError
 from lamella.model_executor.tokenizer import Tokenizer
 
 
@@ -24,6 +26,7 @@ class TokensPrompt(TypedDict, total=False):
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 FORMS = 'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
 
 
@@ -56,12 +59,10 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, *, vocab_size: int, max_mode
     salt: str | None = None
     tokens: Any = prompt
     if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-        if unknown or (prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None):
-            raise RequestError(f"prompt has the keys {sorted(map(str, prompt))}: must be {FORMS}")
+        _check_keys(prompt)
         salt = prompt.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
-            raise RequestError(f"cache_salt={salt!r}: must be a string that is not empty")
+            raise RequestError(f"cache_salt={shown(salt)}: must be a string that is not empty")
         text = prompt.get("prompt")
         tokens = prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
@@ -81,6 +82,21 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, *, vocab_size: int, max_mode
     return ParsedPrompt(text, token_ids, salt)
 
 
+def _check_keys(prompt: Mapping[str, Any]) -> None:
+    for key in prompt:
+        if key in KEYS:
+            continue
+        entry = PROMPT_KEYS.get(key) if isinstance(key, str) else None
+        if entry is None:
+            near = nearest_name(key, KEYS) if isinstance(key, str) else ""
+            keys = shown(sorted(map(str, prompt)))
+            raise RequestError(f"prompt has the keys {keys}, of which {shown(key)} is unknown: must be {FORMS}{near}")
+        if not entry.asks_for_nothing(prompt[key]):
+            raise UnsupportedArgumentError(f"prompt has {key}={shown(prompt[key])}, which is vLLM's; {entry.instead}")
+    if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
+        raise RequestError(f"prompt has the keys {shown(sorted(map(str, prompt)))}: must be {FORMS}")
+
+
 def _check_token_ids(tokens: Any, vocab_size: int) -> np.ndarray:
     if isinstance(tokens, np.ndarray):
         tokens = tokens.tolist()
@@ -90,9 +106,11 @@ def _check_token_ids(tokens: Any, vocab_size: int) -> np.ndarray:
         raise RequestError("prompt is empty: give at least one character or token id")
     for index, token in enumerate(tokens):
         if not _is_integer(token):
-            raise RequestError(f"prompt token {index} is {token!r}: token ids are integers")
+            raise RequestError(f"prompt token {index} is {shown(token)}: token ids are integers")
         if not 0 <= token < vocab_size:
-            raise RequestError(f"prompt token {index} is {token}: must lie in [0, {vocab_size - 1}], the vocabulary")
+            raise RequestError(
+                f"prompt token {index} is {shown(token)}: must lie in [0, {vocab_size - 1}], the vocabulary"
+            )
     return np.asarray(tokens, dtype=np.int32)
 
 

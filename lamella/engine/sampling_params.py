@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
-import math
-import numbers
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-import numpy as np
-
+from lamella.argument_checks import MOST_SEED, MOST_TOKENS, RealRange, WholeRange, shown, truth_value
+from lamella.engine.vllm_keywords import takes_vllm_keywords
+from lamella.engine.vllm_request_arguments import SAMPLING_ARGUMENTS
 from lamella.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
 GREEDY_BELOW = 1e-5
 LOWEST_SAMPLING_TEMPERATURE = 0.01
-HIGHEST_TEMPERATURE = 2.0
-HIGHEST_PENALTY = 2.0
-NUM_SEEDS = 2**64
+# vLLM's limit: each sample is a request of its own, whose memory is taken when it is added.
+MOST_SAMPLES = 16_384
+_PENALTY = RealRange(-2.0, 2.0, "-2 to 2 (0 is off)")
+_TOKEN_ID = WholeRange(0, MOST_TOKENS, f"ids of the vocabulary, none negative or above {MOST_TOKENS}")
 
-_ADDED_PENALTIES = ("presence_penalty", "frequency_penalty")
+_MAY_BE_NONE = ("seed", "max_tokens", "logprobs")
+_WHOLE_NUMBERS = {
+    "n": WholeRange(1, MOST_SAMPLES, f"at least 1 and at most {MOST_SAMPLES} samples"),
+    "top_k": WholeRange(-1, MOST_TOKENS, f"at least 1 and at most {MOST_TOKENS}, or 0 or -1 to switch it off"),
+    "seed": WholeRange(-1, MOST_SEED, "0 to 2**64 - 1, or None to let the engine choose"),
+    "max_tokens": WholeRange(
+        1, MOST_TOKENS, f"at least 1 and at most {MOST_TOKENS}, or None to go on until max_model_len"
+    ),
+    "min_tokens": WholeRange(0, MOST_TOKENS, f"0 (off) or more, at most {MOST_TOKENS}"),
+    "logprobs": WholeRange(
+        0, MOST_TOKENS, "None for none, or how many top tokens to report (0 up to the size of the vocabulary)"
+    ),
+}
+_REAL_NUMBERS = {
+    "temperature": RealRange(0.0, 2.0, "0 (greedy) to 2"),
+    "top_p": RealRange(0.0, 1.0, "more than 0 and at most 1 (1 is off)", leaves_out_least=True),
+    "min_p": RealRange(0.0, 1.0, "0 (off) to 1, a fraction of the highest probability"),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    # Beyond this a logit times or by it need not be a float32 any more.
+    "repetition_penalty": RealRange(1e-6, 1e6, "a factor of more than 0, from 1e-6 to 1e6 (1 is off)"),
+}
 
 
 class RequestOutputKind(enum.Enum):
@@ -33,24 +55,28 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = "final_only"  # nothing until the request has finished
 
 
+@takes_vllm_keywords(SAMPLING_ARGUMENTS, RequestError)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to generate. Validated and brought to one form when built; RequestError says what would work.
 
-    n: how many samples of the prompt. Greedy samples are all alike, so n > 1 needs temperature > 0.
+    All but n are given by name. vLLM's parameters that lamella has not are taken where they ask for nothing.
+
+    n: how many samples of the prompt, 1 to 16384. Greedy samples are all alike, so n > 1 needs temperature > 0.
     temperature: 0 to 2. Below 1e-5 is greedy: stored as 0.0, and top_p, top_k and min_p are switched
         off. From there to 0.01 it is raised to 0.01, lest the scaled logits overflow.
-    top_p: in (0, 1], 1 is off. top_k: 0 or -1 is off, -1 is stored as 0. min_p: in [0, 1], 0 is off.
+    top_p: in (0, 1], 1 is off. top_k: 0 or -1 is off, -1 is stored as 0;
+        more than the vocabulary holds is all of it. min_p: in [0, 1], 0 is off.
     presence_penalty: in [-2, 2], 0 is off: taken off the logit of every token in the output.
     frequency_penalty: in [-2, 2], 0 is off: taken off once for each time that the token is in the output.
-    repetition_penalty: more than 0, 1 is off: positive logits of tokens in prompt or output are divided by it, the
+    repetition_penalty: 1e-6 to 1e6, 1 is off: positive logits of tokens in prompt or output are divided by it, the
         others multiplied. Penalties hold for greedy requests too.
     seed: 0 to 2**64 - 1; None or -1 (stored as None) lets the engine choose.
     stop: strings that end the generation: one string, several, or None; stored as a tuple without
         repetitions. They are searched in the text, so they need detokenize=True.
     stop_token_ids: token ids that end the generation, stored the same way.
     ignore_eos: go on after the model's end tokens.
-    max_tokens: most tokens to generate; None goes on until the engine's max_model_len.
+    max_tokens: most tokens to generate, 1 up; None goes on until the engine's max_model_len.
     min_tokens: end tokens and stop token ids are not sampled, and stop strings not heeded, before so
         many tokens exist.
     logprobs: None for none, else how many of the most likely tokens to report besides the sampled one.
@@ -59,6 +85,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    _: KW_ONLY
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -79,8 +106,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        self._check_types()
-        self._check_ranges()
+        self._check_values()
         self._check_contradictions()
         if self.is_greedy:
             self._set(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
@@ -102,69 +128,35 @@ class SamplingParams:
         """Whether the logits of tokens depend on how often they occurred."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
+    def clone(self) -> SamplingParams:
+        """An equal value of its own. `dataclasses.replace(params, max_tokens=5)` is one with a change."""
+        return dataclasses.replace(self)
+
     def _set(self, **values: object) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def _check_types(self) -> None:
-        """Bring every field to its own type (numpy scalars to Python's), or refuse it."""
-        for name in ("n", "top_k", "min_tokens"):
-            self._set(**{name: _integer(name, getattr(self, name))})
-        for name in ("seed", "max_tokens", "logprobs"):
+    def _check_values(self) -> None:
+        """Bring every field to its own type (numpy scalars to Python's) and check its range, or refuse it."""
+        for name, whole in _WHOLE_NUMBERS.items():
             value = getattr(self, name)
-            self._set(**{name: None if value is None else _integer(name, value)})
-        for name in ("temperature", "top_p", "min_p", *_ADDED_PENALTIES, "repetition_penalty"):
-            self._set(**{name: _real(name, getattr(self, name))})
+            if value is not None or name not in _MAY_BE_NONE:
+                self._set(**{name: whole.check(name, value, RequestError)})
+        for name, real in _REAL_NUMBERS.items():
+            self._set(**{name: real.check(name, getattr(self, name), RequestError)})
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
-            value = getattr(self, name)
-            if not isinstance(value, (bool, np.bool_)):
-                raise RequestError(f"{name}={value!r} is not a truth value; give True or False")
-            self._set(**{name: bool(value)})
+            self._set(**{name: truth_value(name, getattr(self, name), RequestError)})
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(
-                f"output_kind={self.output_kind!r} is no RequestOutputKind; give RequestOutputKind.CUMULATIVE, "
+                f"output_kind={shown(self.output_kind)} is no RequestOutputKind; give RequestOutputKind.CUMULATIVE, "
                 "RequestOutputKind.DELTA or RequestOutputKind.FINAL_ONLY"
             )
-        self._set(stop=_stop_strings(self.stop), stop_token_ids=_stop_token_ids(self.stop_token_ids))
-
-    def _check_ranges(self) -> None:
-        if self.n < 1:
-            raise RequestError(f"n={self.n} asks for no sample; give at least 1")
-        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= HIGHEST_TEMPERATURE):
-            raise RequestError(
-                f"temperature={self.temperature} is out of range; give 0 (greedy) to {HIGHEST_TEMPERATURE:g}"
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise RequestError(f"top_p={self.top_p} keeps no meaningful set; give more than 0 and at most 1 (1 is off)")
-        if self.top_k < -1:
-            raise RequestError(f"top_k={self.top_k} is negative; give at least 1, or 0 or -1 to switch it off")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise RequestError(f"min_p={self.min_p} is no fraction of the highest probability; give 0 (off) to 1")
-        for name in _ADDED_PENALTIES:
-            if not -HIGHEST_PENALTY <= getattr(self, name) <= HIGHEST_PENALTY:
-                raise RequestError(
-                    f"{name}={getattr(self, name)} is out of range; give {-HIGHEST_PENALTY:g} to {HIGHEST_PENALTY:g} "
-                    "(0 is off)"
-                )
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
-            raise RequestError(
-                f"repetition_penalty={self.repetition_penalty} is no factor to divide by; give more than 0 (1 is off)"
-            )
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise RequestError(
-                f"max_tokens={self.max_tokens} generates nothing; give at least 1, or None to go on until max_model_len"
-            )
-        if self.min_tokens < 0:
-            raise RequestError(f"min_tokens={self.min_tokens} is negative; give 0 (off) or more")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise RequestError(
-                f"logprobs={self.logprobs} is negative; give None for none, or how many top tokens to report (0 up)"
-            )
-        if self.seed is not None and not -1 <= self.seed < NUM_SEEDS:
-            raise RequestError(
-                f"seed={self.seed} does not fit 64 bits; give 0 to 2**64 - 1, or None to let the engine choose"
-            )
-        self._set(top_k=max(self.top_k, 0), seed=None if self.seed == -1 else self.seed)
+        self._set(
+            stop=_stop_strings(self.stop),
+            stop_token_ids=_stop_token_ids(self.stop_token_ids),
+            top_k=max(self.top_k, 0),
+            seed=None if self.seed == -1 else self.seed,
+        )
 
     def _check_contradictions(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -179,21 +171,9 @@ class SamplingParams:
             )
         if self.stop and not self.detokenize:
             raise RequestError(
-                f"stop={list(self.stop)!r} is searched in the text, which detokenize=False never makes; set "
+                f"stop={shown(list(self.stop))} is searched in the text, which detokenize=False never makes; set "
                 "detokenize=True or use stop_token_ids"
             )
-
-
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise RequestError(f"{name}={value!r} is a {type(value).__name__}; give an integer")
-    return int(value)
-
-
-def _real(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise RequestError(f"{name}={value!r} is a {type(value).__name__}; give a number")
-    return float(value)
 
 
 def _stop_strings(given: Any) -> tuple[str, ...]:
@@ -202,13 +182,15 @@ def _stop_strings(given: Any) -> tuple[str, ...]:
     if isinstance(given, str):
         given = (given,)
     if isinstance(given, bytes) or not isinstance(given, Iterable):
-        raise RequestError(f"stop={given!r} is a {type(given).__name__}; give a string or a list of strings")
+        raise RequestError(f"stop={shown(given)} is a {type(given).__name__}; give a string or a list of strings")
     strings = tuple(given)
     for string in strings:
         if not isinstance(string, str):
-            raise RequestError(f"stop={list(strings)!r} holds a {type(string).__name__}; give strings only")
+            raise RequestError(f"stop={shown(list(strings))} holds a {type(string).__name__}; give strings only")
         if not string:
-            raise RequestError(f"stop={list(strings)!r} holds an empty string, which would match at once; leave it out")
+            raise RequestError(
+                f"stop={shown(list(strings))} holds an empty string, which would match at once; leave it out"
+            )
     return tuple(dict.fromkeys(strings))
 
 
@@ -216,9 +198,5 @@ def _stop_token_ids(given: Any) -> tuple[int, ...]:
     if given is None:
         return ()
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
-        raise RequestError(f"stop_token_ids={given!r} is a {type(given).__name__}; give a list of token ids")
-    token_ids = tuple(_integer("stop_token_ids", token_id) for token_id in given)
-    for token_id in token_ids:
-        if token_id < 0:
-            raise RequestError(f"stop_token_ids={list(token_ids)!r} holds a negative id; give ids of the vocabulary")
-    return tuple(dict.fromkeys(token_ids))
+        raise RequestError(f"stop_token_ids={shown(given)} is a {type(given).__name__}; give a list of token ids")
+    return tuple(dict.fromkeys(_TOKEN_ID.check("stop_token_ids", token_id, RequestError) for token_id in given))

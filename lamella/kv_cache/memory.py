@@ -91,12 +91,19 @@ def host_memory(num_bytes: int) -> torch.Tensor:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise CapacityError(
-            f"the system grants no {_gib(num_bytes)} of memory for the KV cache ({error}); lower kv_cache_bytes"
+            f"the system grants no {_gib(num_bytes)} of memory for the KV cache ({error}); lower kv_cache_memory_bytes"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def total_memory_bytes(device: torch.device) -> int:
+    """Memory that the device or this machine has, in use or not, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def available_memory_bytes(device: torch.device) -> int:

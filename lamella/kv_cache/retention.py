@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lamella.argument_checks import MOST_TOKENS, WholeRange, shown
 from lamella.errors import ConfigError
 
 RETENTION_POLICIES = ("tails", "all", "none")
@@ -32,10 +33,14 @@ class RetentionPolicy:
     spare: bool = True
 
     def __post_init__(self) -> None:
-        if self.name not in RETENTION_POLICIES:
-            raise ConfigError(f"retention={self.name!r} is not known; choose one of {', '.join(RETENTION_POLICIES)}")
-        if self.grid_tokens is not None and self.grid_tokens < 1:
-            raise ConfigError(f"retention_grid_tokens={self.grid_tokens}: must be a positive number of tokens, or None")
+        if not isinstance(self.name, str) or self.name not in RETENTION_POLICIES:
+            raise ConfigError(
+                f"retention={shown(self.name)} is not known; choose one of {', '.join(RETENTION_POLICIES)}"
+            )
+        if self.grid_tokens is not None:
+            WholeRange(1, MOST_TOKENS, f"a positive number of tokens, at most {MOST_TOKENS}, or None").check(
+                "retention_grid_tokens", self.grid_tokens, ConfigError
+            )
         if self.grid_tokens is not None and self.name != "tails":
             raise ConfigError(
                 f"retention_grid_tokens={self.grid_tokens} goes with retention='tails', not {self.name!r}"

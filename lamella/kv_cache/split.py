@@ -12,11 +12,14 @@ slab and what a slab wastes are taken off first. Slabs left over by rounding are
 from __future__ import annotations
 
 import bisect
-import math
+import numbers
 from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
+import numpy as np
+
+from lamella.argument_checks import shown
 from lamella.errors import CapacityError, ConfigError
 from lamella.kv_cache.capacity import batch_pages
 from lamella.kv_cache.layout import KVGroup, KVLayout
@@ -24,6 +27,7 @@ from lamella.kv_cache.sizing import request_pages
 from lamella.kv_cache.spec import ceil_div
 
 DEFAULT_RATIO = 0.8
+LEAST_RATIO, MOST_RATIO = 1e-6, 1e6
 
 
 class SplitPools(NamedTuple):
@@ -83,7 +87,7 @@ def split_pools(
     chunk and an interval of one page.
     """
     if ratio is not None:
-        check_ratio(ratio)
+        ratio = check_ratio(ratio)
         if not is_splittable(layout):
             raise ConfigError(
                 f"swa_full_tokens_ratio={ratio}: the KV cache has "
@@ -145,13 +149,18 @@ def split_pools(
     )
 
 
-def check_ratio(ratio: float) -> None:
-    """Raise ConfigError unless `ratio` is a positive number."""
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < math.inf:
+def check_ratio(ratio: float) -> float:
+    """The ratio as Python's own number; ConfigError unless it is a positive one."""
+    if (
+        isinstance(ratio, (bool, np.bool_))
+        or not isinstance(ratio, numbers.Real)
+        or not LEAST_RATIO <= ratio <= MOST_RATIO
+    ):
         raise ConfigError(
-            f"swa_full_tokens_ratio={ratio!r}: must be a positive number, the windowed tokens kept per full token; "
-            f"{DEFAULT_RATIO} is the default"
+            f"swa_full_tokens_ratio={shown(ratio)}: must be a positive number from {LEAST_RATIO:g} to "
+            f"{MOST_RATIO:g}, the windowed tokens kept per full token; {DEFAULT_RATIO} is the default"
         )
+    return int(ratio) if isinstance(ratio, numbers.Integral) else float(ratio)
 
 
 def _weights(layout: KVLayout, ratio: float) -> list[Fraction]:

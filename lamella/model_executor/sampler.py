@@ -330,7 +330,7 @@ def _logprobs(
 def _row_logprobs(row: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
     maxima = _block_maxima(row.unsqueeze(0))[0].cpu().numpy()
     best_logit = float(maxima.max())
-    log_total = best_logit + np.log(_row_mass(row, best_logit, 1.0))
+    log_total = best_logit + float(np.log(_row_mass(row, best_logit, 1.0)))
     logit = row[token_id]
     top_ids, top_logits = _most_likely(row, maxima, num_top) if num_top else (np.empty(0, np.int64), np.empty(0))
     return TokenLogprobs(

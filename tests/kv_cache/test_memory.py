@@ -57,5 +57,7 @@ def test_arena_asks_for_huge_pages():
 def test_too_large_an_arena_says_what_would_help():
     layout = a_layout()
     num_slabs = 2**60 // layout.slab_bytes
-    with pytest.raises(CapacityError, match=r"no 1073741824\.00 GiB of memory for the KV cache .*lower kv_cache_bytes"):
+    with pytest.raises(
+        CapacityError, match=r"no 1073741824\.00 GiB of memory for the KV cache .*lower kv_cache_memory_bytes"
+    ):
         allocate_arena(layout, num_slabs, CPU)

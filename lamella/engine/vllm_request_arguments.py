@@ -1,0 +1,112 @@
+"""vLLM's arguments of requests that lamella has not: data for `vllm_keywords` and docs/porting.md.
+
+Read in vLLM 0.8.5, 0.32.0 and 0.33.0, as in `vllm_engine_arguments`.
+"""
+
+from __future__ import annotations
+
+from lamella.engine.vllm_keywords import ANY, Absent, absent
+
+SAMPLING_ARGUMENTS: dict[str, Absent] = {
+    **absent(
+        "of the prompt's tokens no log-probabilities are kept: logprobs reports those of the output",
+        prompt_logprobs=(),
+        prompt_logprob_token_ids=(),
+        prompt_logprob_start=(0,),
+    ),
+    **absent(
+        "logprobs reports the most likely tokens, as one dict a token", logprob_token_ids=(), flat_logprobs=(False,)
+    ),
+    **absent(
+        "what may be sampled is bounded by top_k, top_p, min_p and the penalties only",
+        logit_bias=(),
+        allowed_token_ids=(),
+        bad_words=(),
+        structured_outputs=(),
+        guided_decoding=(),
+        logits_processors=(),
+        thinking_token_budget=(),
+        repetition_detection=(),
+        trace_decode_token_ids=(),
+        watermarking=(False,),
+    ),
+    **absent("n says how many samples are drawn, and all are returned", best_of=(1,)),
+    **absent("shorten the prompt before giving it", truncate_prompt_tokens=()),
+    **absent("special tokens are joined to the text as the tokenizer does it", spaces_between_special_tokens=(True,)),
+    **absent("every step's outputs are returned by that step", stream_interval=(1,), output_text_buffer_length=(0,)),
+    **absent(
+        "give the prompt a cache_salt of its own to keep it from what others cached",
+        skip_reading_prefix_cache=(False,),
+    ),
+    **absent("a SamplingParams never changes, so that it needs no copying", skip_clone=ANY),
+    **absent("there are no plug-ins", extra_args=()),
+    **absent("there are no experts", routed_experts_prompt_start=(0,)),
+}
+
+_LORA = absent(
+    "there are no adapters: merge their weights into the model's", lora_request=(), prompt_adapter_request=()
+)
+_PRIORITY = absent(
+    'scheduling_policy="prefix" or "fcfs" orders requests, and the order of adding them; there are no priorities',
+    priority=(0,),
+)
+_TOKENIZATION = absent(
+    "tokenize with get_tokenizer(), and give the token ids",
+    tokenization_kwargs=(),
+)
+_NO_MEDIA = "prompts are text or token ids: there are no images, sound or embeddings"
+
+# Of LLM.generate, and of LLM.chat too.
+GENERATE_ARGUMENTS: dict[str, Absent] = {
+    **_LORA,
+    **_PRIORITY,
+    **_TOKENIZATION,
+    **absent(_NO_MEDIA, mm_processor_kwargs=()),
+    **absent('give token ids as prompts: [1, 2, 3] or {"prompt_token_ids": [1, 2, 3]}', prompt_token_ids=()),
+    **absent("output follows no grammar", guided_options_request=()),
+}
+CHAT_ARGUMENTS: dict[str, Absent] = {
+    **GENERATE_ARGUMENTS,
+    **absent("what the template is made for is found out from the template", chat_template_content_format=("auto",)),
+    **absent(
+        "end the conversation with the assistant's words in a prompt of your own, and call generate",
+        continue_final_message=(False,),
+    ),
+    **absent('hand them to the template: chat_template_kwargs={"tools": [...]}', tools=()),
+}
+
+# Of LLMEngine.add_request.
+ADD_REQUEST_ARGUMENTS: dict[str, Absent] = {
+    **_LORA,
+    **_PRIORITY,
+    **_TOKENIZATION,
+    **absent("a request arrives when it is added", arrival_time=ANY),
+    **absent("nothing is traced", trace_headers=()),
+    **absent("prefixes are found by their tokens, whosever they are", session_id=ANY, kv_hints=()),
+    **absent('give {"prompt": text, "prompt_token_ids": ids} as the prompt', prompt_text=()),
+}
+FROM_ENGINE_ARGS_ARGUMENTS: dict[str, Absent] = {
+    **absent("nothing is reported to anybody", usage_context=ANY),
+    **absent("Engine.stats() has the figures", stat_loggers=()),
+    **absent("the engine runs in the caller's process and thread", enable_multiprocessing=(False,)),
+}
+ABORT_REQUEST_ARGUMENTS: dict[str, Absent] = absent("request ids are the caller's own", internal=(False,))
+RESET_PREFIX_CACHE_ARGUMENTS: dict[str, Absent] = {
+    **absent("what running requests use stays cached: abort them first", reset_running_requests=(False,)),
+    **absent("there is no cache outside the engine", reset_connector=(False,), device=()),
+}
+
+# Keys of a prompt given as a dict.
+PROMPT_KEYS: dict[str, Absent] = {
+    **absent(
+        _NO_MEDIA,
+        multi_modal_data=(),
+        media_io_kwargs=(),
+        mm_processor_kwargs=(),
+        multi_modal_uuids=(),
+        prompt_embeds=(),
+        token_type_ids=(),
+        prompt_token_offsets=(),
+    ),
+    **absent("only decoder models are run", encoder_prompt=(), decoder_prompt=()),
+}
