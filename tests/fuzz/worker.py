@@ -1,0 +1,212 @@
+"""A process that loads mutants one after another and says what it found.
+
+Reads numbers from its standard input. Writes one JSON object a line: what it is about to try, so that a crash has
+a name; that loading is over, with the seconds it took; and the verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lamella.engine.config import EngineConfig
+from lamella.engine.model_setup import LoadedEngine, load_engine
+from lamella.errors import CapacityError, ModelLoadError, RequestError
+from tests.fuzz import oracle
+from tests.fuzz.mutations import Mutant, make_mutant, remove_mutant
+
+MAX_GROWTH_BYTES = 1 << 30
+
+
+class Checker:
+    def __init__(self, base: Path, scratch: Path) -> None:
+        self._base, self._scratch = base, scratch
+        # What is loaded at the first use is no growth.
+        for name in ("hf", "gguf/model.gguf"):
+            self._load(base / name)
+        self._gguf_fields = oracle.GgufFile(base / "gguf" / "model.gguf").tokenizer_fields()
+        self._gguf_ids = oracle.gguf_ids(base / "gguf" / "model.gguf")
+        self._folder_answers = {name: read(base / "hf") for name, read in _FOLDER_READERS.items()}
+
+    def check(self, number: int) -> None:
+        mutant = make_mutant(self._base, number, self._scratch / str(number))
+        say(number=number, trying=mutant.note)
+        loaded, refusal, problem = None, None, None
+        started = time.perf_counter()
+        limit = data_bytes() + MAX_GROWTH_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+        try:
+            loaded = self._load(mutant.folder / "model.gguf" if mutant.format == "gguf" else mutant.folder)
+        except (ModelLoadError, CapacityError) as error:
+            refusal = f"{type(error).__name__}: {error}"
+        except BaseException as error:
+            problem = f"raised {type(error).__name__}: {error!s:.300} at {where(error)}"
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        say(number=number, seconds=time.perf_counter() - started)
+        if loaded is not None:
+            problem = self._wrong(mutant, loaded)
+        say(number=number, outcome="loaded" if loaded else "refused" if refusal else "raised", problem=problem,
+            refusal=refusal)  # fmt: skip
+        remove_mutant(mutant)
+
+    def _load(self, path: Path) -> LoadedEngine:
+        cache = self._scratch / "cache"
+        try:
+            return load_engine(
+                EngineConfig(
+                    model=str(path),
+                    kv_cache_memory_bytes=4 << 20,
+                    max_model_len="auto",
+                    attention_backend="torch",
+                    device="cpu",
+                    cache_dir=str(cache),
+                )
+            )
+        finally:
+            shutil.rmtree(cache, ignore_errors=True)
+
+    def _wrong(self, mutant: Mutant, loaded: LoadedEngine) -> str | None:
+        """What of a loaded model is not what other readers find in the same files."""
+        try:
+            return self._first_difference(mutant, loaded)
+        except Exception as error:
+            return f"loaded, but another reader refuses: {type(error).__name__}: {error!s:.200} at {where(error)}"
+
+    def _first_difference(self, mutant: Mutant, loaded: LoadedEngine) -> str | None:
+        tokenizer = loaded.tokenizer
+        answers = self._gguf_answers(mutant) if mutant.format == "gguf" else self._answers(mutant)
+        for name, value in answers["sampling"].items():
+            if getattr(loaded.default_params, name) != value:
+                return f"{name} is {getattr(loaded.default_params, name)}, wanted {value}"
+        return (
+            _different_config(loaded.model_config, answers["config"])
+            or _different_ends(loaded, answers["ends"])
+            or _different_weights(loaded, answers["weights"])
+            or _different_tokens(tokenizer, answers["ids"])
+            or _different_chat(tokenizer, answers["chat"])
+        )
+
+    def _answers(self, mutant: Mutant) -> dict[str, Any]:
+        """What other readers find in the mutant's folder; files that were not changed were read before."""
+        changed = _BEARS_ON[mutant.format]
+        return {**self._folder_answers, **{name: _FOLDER_READERS[name](mutant.folder) for name in changed}}
+
+    def _gguf_answers(self, mutant: Mutant) -> dict[str, Any]:
+        path = mutant.folder / "model.gguf"
+        file = oracle.GgufFile(path)
+        same_text = file.tokenizer_fields() == self._gguf_fields
+        return {
+            "config": file.config(),
+            "ends": file.end_tokens(),
+            "weights": file.weights(),
+            "sampling": {},
+            "ids": self._gguf_ids if same_text else oracle.gguf_ids(path),
+            "chat": None,
+        }
+
+
+_FOLDER_READERS: dict[str, Any] = {
+    "config": oracle.folder_config,
+    "ends": oracle.folder_end_tokens,
+    "sampling": oracle.folder_sampling,
+    "weights": oracle.folder_weights,
+    "ids": lambda folder: oracle.FolderTokenizer(folder).ids(),
+    "chat": lambda folder: oracle.FolderTokenizer(folder).chat,
+}
+_BEARS_ON = {
+    "config": ("config", "ends", "sampling"),
+    "index": ("weights",),
+    "safetensors": ("weights",),
+    "tokenizer": ("ids", "chat"),
+}
+
+
+def _different_config(found: Any, wanted: dict[str, Any]) -> str | None:
+    layers = [(layer.kind, layer.window_tokens, layer.rope_theta, layer.rope_scale) for layer in found.layers]
+    for name, value in wanted.items():
+        ours = layers if name == "layers" else getattr(found, name)
+        if ours != value:
+            return f"{name} is {ours}, wanted {value}"
+    return None
+
+
+def _different_ends(loaded: LoadedEngine, wanted: set[int]) -> str | None:
+    found = set(loaded.model_config.eos_token_ids)
+    # The tokenizer's own end token may have joined.
+    if not wanted <= found <= wanted | {loaded.tokenizer.eos_token_id}:
+        return f"end tokens are {found}, wanted {wanted}"
+    return None
+
+
+def _different_weights(loaded: LoadedEngine, wanted: dict[str, np.ndarray]) -> str | None:
+    found = {name: tensor.float().numpy() for name, tensor in loaded.runner.model.state_dict().items()}
+    if found.keys() != wanted.keys():
+        return f"parameters differ: {sorted(found.keys() ^ wanted.keys())[:5]}"
+    for name, values in wanted.items():
+        if values.shape != found[name].shape or values.tobytes() != found[name].tobytes():
+            return f"{name} has other values"
+    return None
+
+
+def _different_tokens(tokenizer: Any, wanted: list[list[int]]) -> str | None:
+    for text, ids in zip(oracle.TEXTS, wanted, strict=True):
+        found = list(tokenizer.encode(text))
+        if found != ids:
+            return f"tokens of {text!r:.30} are {found}, wanted {ids}"
+    return None
+
+
+def _different_chat(tokenizer: Any, theirs: Any) -> str | None:
+    if theirs is None:
+        return None
+    for messages in oracle.MESSAGES:
+        try:
+            found = tokenizer.apply_chat_template(messages)
+        except RequestError:
+            continue
+        wanted = theirs(messages)
+        if found != wanted:
+            return f"chat is {found!r:.100}, wanted {wanted!r:.100}"
+    return None
+
+
+def where(error: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "lamella" in frame.filename]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
+
+
+def data_bytes() -> int:
+    """Private memory of this process, as RLIMIT_DATA counts it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError("/proc/self/status has no VmData")
+
+
+def say(**what: Any) -> None:
+    print(json.dumps(what), file=_OUT, flush=True)
+
+
+def main() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    checker = Checker(Path(sys.argv[1]), Path(sys.argv[2]))
+    say(ready=True)
+    for line in sys.stdin:
+        checker.check(int(line))
+
+
+if __name__ == "__main__":
+    # What libraries print must not come between.
+    _OUT, sys.stdout = sys.stdout, sys.stderr
+    main()
