@@ -367,7 +367,7 @@ class Engine:
         )
 
     @in_turn
-    def reset_prefix_cache(self, **vllm_arguments: Any) -> bool:
+    def reset_prefix_cache(self, /, **vllm_arguments: Any) -> bool:
         """Forget cached prefixes that no running request uses; True when none is left."""
         refuse_foreign("reset_prefix_cache", vllm_arguments, known=(), foreign=RESET_PREFIX_CACHE_ARGUMENTS)
         loaded = self._require_settled()
