@@ -7,6 +7,7 @@ a name; that loading is over, with the seconds it took; and the verdict.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import sys
@@ -208,5 +209,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # What libraries print must not come between.
-    _OUT, sys.stdout = sys.stdout, sys.stderr
+    _OUT = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     main()
