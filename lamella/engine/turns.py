@@ -14,7 +14,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _PAUSE_SECONDS = 0.0005
-_MOST_PAUSES = 20
+_MOST_PAUSES = 1000
 
 
 class Turns:
@@ -26,7 +26,7 @@ class Turns:
 
     Python raises KeyboardInterrupt between any two of its instructions, but not between taking a lock of its own by
     `with` and the block that lets go of it again. All else here is a hint, which may be stale after an interrupt: it
-    costs a pause at most.
+    costs half a second, once.
     """
 
     __slots__ = ("_holder", "_lock", "_waiting")
@@ -35,6 +35,11 @@ class Turns:
         self._lock = threading.RLock()
         self._holder: int | None = None  # a hint
         self._waiting: set[int] = set()  # a hint: threads
+
+    @property
+    def num_waiting(self) -> int:
+        """Threads that wait for a turn, as far as is known."""
+        return len(self._waiting)
 
     def run(self, work: Callable[[], Result]) -> Result:
         """Do the work when it is this thread's turn."""
@@ -46,6 +51,8 @@ class Turns:
             if not self._waiting - {thread}:
                 break
             time.sleep(_PAUSE_SECONDS)
+        else:
+            self._waiting.clear()
         self._waiting.add(thread)
         try:
             with self._lock:

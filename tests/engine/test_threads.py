@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -127,18 +128,30 @@ def test_steps_of_another_thread_in_the_midst_of_generate_are_named(saved):
 
 def test_a_thread_that_waits_is_next():
     turns, has_had_its_turn = Turns(), threading.Event()
+    waiting = threading.Thread(target=turns.run, args=(has_had_its_turn.set,))
 
-    def wait_once():
-        with turns:
-            has_had_its_turn.set()
-
-    with turns:
-        waiting = threading.Thread(target=wait_once)
+    def hold():
         waiting.start()
-        while not turns._gate.locked():
-            pass
-        with turns:  # its holder may
-            assert not has_had_its_turn.is_set()
-    with turns:
-        assert has_had_its_turn.is_set()
+        while not turns.num_waiting:
+            time.sleep(0.001)
+        turns.run(lambda: None)  # its holder may
+        assert not has_had_its_turn.is_set()
+
+    turns.run(hold)
+    assert turns.run(has_had_its_turn.is_set)
     waiting.join()
+
+
+def test_a_turn_that_raises_is_over():
+    turns, has_had_its_turn = Turns(), threading.Event()
+
+    def interrupted():
+        turns.run(lambda: None)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        turns.run(interrupted)
+    other = threading.Thread(target=turns.run, args=(has_had_its_turn.set,), daemon=True)
+    other.start()
+    assert has_had_its_turn.wait(60)
+    assert not turns.num_waiting
