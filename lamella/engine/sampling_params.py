@@ -62,26 +62,35 @@ class SamplingParams:
 
     All but n are given by name. vLLM's parameters that lamella has not are taken where they ask for nothing.
 
-    n: how many samples of the prompt, 1 to 16384. Greedy samples are all alike, so n > 1 needs temperature > 0.
-    temperature: 0 to 2. Below 1e-5 is greedy: stored as 0.0, and top_p, top_k and min_p are switched
-        off. From there to 0.01 it is raised to 0.01, lest the scaled logits overflow.
-    top_p: in (0, 1], 1 is off. top_k: 0 or -1 is off, -1 is stored as 0;
-        more than the vocabulary holds is all of it. min_p: in [0, 1], 0 is off.
-    presence_penalty: in [-2, 2], 0 is off: taken off the logit of every token in the output.
-    frequency_penalty: in [-2, 2], 0 is off: taken off once for each time that the token is in the output.
-    repetition_penalty: 1e-6 to 1e6, 1 is off: positive logits of tokens in prompt or output are divided by it, the
-        others multiplied. Penalties hold for greedy requests too.
-    seed: 0 to 2**64 - 1; None or -1 (stored as None) lets the engine choose.
-    stop: strings that end the generation: one string, several, or None; stored as a tuple without
-        repetitions. They are searched in the text, so they need detokenize=True.
-    stop_token_ids: token ids that end the generation, stored the same way.
+    n: how many outputs for each prompt, 1 to 16384. Greedy samples are all alike, so n > 1 needs temperature > 0.
+    temperature: how freely to choose, 0 to 2; 0 always takes the most likely token (greedy). Below 1e-5 is greedy:
+        stored as 0.0, and top_p, top_k and min_p are switched off. From there to 0.01 it is raised to 0.01, lest the
+        scaled logits overflow.
+    top_p: choose among the most likely tokens that together have this share of the probability; in (0, 1], 1 is off.
+    top_k: choose among so many of the most likely tokens; 0 is off. So is -1, stored as 0, and the size of the
+        vocabulary or more: all of it.
+    min_p: leave out tokens of less than this share of the highest probability; in [0, 1], 0 is off.
+    presence_penalty: makes tokens that are in the output less likely (above 0) or more likely (below 0); -2 to 2, 0 is
+        off. It is taken off their logits.
+    frequency_penalty: the same, for each time that the token is in the output; -2 to 2, 0 is off.
+    repetition_penalty: makes tokens that are in the prompt or the output less likely (above 1) or more likely (below
+        1); 1e-6 to 1e6, 1 is off. Positive logits are divided by it, the others multiplied. Penalties hold for greedy
+        requests too.
+    seed: number that makes the same choices again, 0 to 2**64 - 1; None: the engine chooses one. And -1, which is
+        stored as None.
+    stop: text that ends the output. One string, several, or None; stored as a tuple without repetitions. It is
+        searched in the text, so it needs detokenize=True.
+    stop_token_ids: token ids that end the output. Stored the same way.
     ignore_eos: go on after the model's end tokens.
-    max_tokens: most tokens to generate, 1 up; None goes on until the engine's max_model_len.
-    min_tokens: end tokens and stop token ids are not sampled, and stop strings not heeded, before so
-        many tokens exist.
-    logprobs: None for none, else how many of the most likely tokens to report besides the sampled one.
-    detokenize: False leaves every text empty.
+    max_tokens: most tokens to generate, 1 up; None: as long as the engine allows.
+    min_tokens: fewest tokens to generate. Before so many exist, end tokens and stop token ids are not sampled, and stop
+        strings not heeded.
+    logprobs: how many of the most likely tokens to report with their log-probabilities, besides the sampled one; None:
+        no log-probabilities.
+    detokenize: turn tokens into text. False leaves every text empty.
+    skip_special_tokens: leave special tokens out of the text.
     include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
+    output_kind: what each output of a running request carries.
     """
 
     n: int = 1
