@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from lamella import LLM, SamplingParams, __version__
+from lamella.argument_checks import nearest_name
 from lamella.benchmark.dataset_options import DatasetOptions
 from lamella.benchmark.plot_path import check_plot_path
 from lamella.benchmark.throughput import ThroughputArgs, run_throughput
@@ -104,7 +105,18 @@ REAL = Number(float, words=(), optional=False, as_bytes=False)
 
 
 class OneLineErrors(click.Group):
-    """Turns errors that lamella raises on purpose into one line on stderr and exit code 2."""
+    """Turns errors that lamella raises on purpose into one line on stderr and exit code 2, and names the command that
+    a mistyped one is like."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            if "did you mean" in error.format_message().lower():  # not every version of click says it
+                raise
+            raise click.UsageError(
+                error.format_message() + nearest_name(args[0], self.list_commands(ctx)), ctx
+            ) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -206,7 +218,7 @@ def plan(
         plot_plan(made, plot)
 
 
-@cli.group()
+@cli.group(cls=OneLineErrors)
 def bench() -> None:
     """Measure."""
 

@@ -230,10 +230,18 @@ def test_a_flag_that_is_mistyped_suggests_the_right_one():
     assert "--max-tokens" in result.stderr
 
 
-def test_a_command_that_is_mistyped_suggests_the_right_one():
-    result = run("generat", "--model", "m")
+@pytest.mark.parametrize(("given", "nearest"), [(["generat"], "generate"), (["bench", "throughputs"], "throughput")])
+def test_a_command_that_is_mistyped_suggests_the_right_one(monkeypatch, given, nearest):
+    result = run(*given, "--model", "m")
     assert result.exit_code == 2
-    assert "generate" in result.stderr
+    assert f"'{nearest}'" in result.stderr
+
+    def as_older_versions_do(self, ctx, args):
+        raise click.UsageError(f"No such command '{args[0]}'.")
+
+    monkeypatch.setattr(click.Group, "resolve_command", as_older_versions_do)
+    monkeypatch.setattr(lamella.cli.cli, "resolve_command", lamella.cli.cli.resolve_command)
+    assert "did you mean 'generate'?" in run("generat", "--model", "m").stderr
 
 
 def test_names_become_flags_only_where_they_are_names():

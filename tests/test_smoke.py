@@ -30,7 +30,7 @@ MANNERS = """
 import logging, os, signal, sys, threading
 signals = {n: signal.getsignal(n) for n in signal.valid_signals()}
 environment, handlers, level = dict(os.environ), list(logging.root.handlers), logging.root.level
-import lamella
+import lamella, lamella.inputs, lamella.outputs, lamella.sampling_params
 print("transformers" in sys.modules)
 print({n: signal.getsignal(n) for n in signal.valid_signals()} != signals)
 print(dict(os.environ) != environment)
@@ -63,7 +63,16 @@ def floor_of(module_name):
 
 def test_everything_public_is_there():
     assert lamella.__version__ == "0.1.0"
-    assert {"LLM", "SamplingParams", "Engine", "EngineConfig"} <= set(lamella.__all__)
+    assert {
+        "LLM",
+        "SamplingParams",
+        "Engine",
+        "EngineConfig",
+        "EngineArgs",
+        "LLMEngine",
+        "TokensPrompt",
+        "TextPrompt",
+    } <= set(lamella.__all__)
     for name in lamella.__all__:
         assert getattr(lamella, name) is not None
 

@@ -21,10 +21,10 @@ LOWEST_SAMPLING_TEMPERATURE = 0.01
 # vLLM's limit: each sample is a request of its own, whose memory is taken when it is added.
 MOST_SAMPLES = 16_384
 _PENALTY = RealRange(-2.0, 2.0, "-2 to 2 (0 is off)")
-_TOKEN_ID = WholeRange(0, MOST_TOKENS, f"ids of the vocabulary, none negative or above {MOST_TOKENS}")
+TOKEN_ID = WholeRange(0, MOST_TOKENS, f"ids of the vocabulary, none negative or above {MOST_TOKENS}")
 
 _MAY_BE_NONE = ("seed", "max_tokens", "logprobs")
-_WHOLE_NUMBERS = {
+WHOLE_NUMBERS = {
     "n": WholeRange(1, MOST_SAMPLES, f"at least 1 and at most {MOST_SAMPLES} samples"),
     "top_k": WholeRange(-1, MOST_TOKENS, f"at least 1 and at most {MOST_TOKENS}, or 0 or -1 to switch it off"),
     "seed": WholeRange(-1, MOST_SEED, "0 to 2**64 - 1, or None to let the engine choose"),
@@ -36,7 +36,7 @@ _WHOLE_NUMBERS = {
         0, MOST_TOKENS, "None for none, or how many top tokens to report (0 up to the size of the vocabulary)"
     ),
 }
-_REAL_NUMBERS = {
+REAL_NUMBERS = {
     "temperature": RealRange(0.0, 2.0, "0 (greedy) to 2"),
     "top_p": RealRange(0.0, 1.0, "more than 0 and at most 1 (1 is off)", leaves_out_least=True),
     "min_p": RealRange(0.0, 1.0, "0 (off) to 1, a fraction of the highest probability"),
@@ -147,11 +147,11 @@ class SamplingParams:
 
     def _check_values(self) -> None:
         """Bring every field to its own type (numpy scalars to Python's) and check its range, or refuse it."""
-        for name, whole in _WHOLE_NUMBERS.items():
+        for name, whole in WHOLE_NUMBERS.items():
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 self._set(**{name: whole.check(name, value, RequestError)})
-        for name, real in _REAL_NUMBERS.items():
+        for name, real in REAL_NUMBERS.items():
             self._set(**{name: real.check(name, getattr(self, name), RequestError)})
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             self._set(**{name: truth_value(name, getattr(self, name), RequestError)})
@@ -208,4 +208,4 @@ def _stop_token_ids(given: Any) -> tuple[int, ...]:
         return ()
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise RequestError(f"stop_token_ids={shown(given)} is a {type(given).__name__}; give a list of token ids")
-    return tuple(dict.fromkeys(_TOKEN_ID.check("stop_token_ids", token_id, RequestError) for token_id in given))
+    return tuple(dict.fromkeys(TOKEN_ID.check("stop_token_ids", token_id, RequestError) for token_id in given))
