@@ -12,31 +12,111 @@ from typing import Any
 import click
 
 from lamella import LLM, SamplingParams, __version__
+from lamella.argument_checks import nearest_name
 from lamella.benchmark.dataset_options import DatasetOptions
+from lamella.benchmark.plot_path import check_plot_path
 from lamella.benchmark.throughput import ThroughputArgs, run_throughput
-from lamella.cli_options import FieldOptions, Number
+from lamella.cli_options import FieldOptions, GroupedCommand, GroupedOption, Number, Refusal, with_flags
+from lamella.cli_prompts import placed_prompts, with_place
 from lamella.engine.config import EngineConfig
 from lamella.errors import LamellaError
 from lamella.planner.model_specs import model_specs
 from lamella.planner.plan import PlanOptions, make_plan
 from lamella.planner.plot import plot_plan
 
-engine_options = FieldOptions(EngineConfig)
-sampling_options = FieldOptions(SamplingParams, renamed={"seed": "sampling_seed"}, omitted=["output_kind"])
-dataset_options = FieldOptions(DatasetOptions)
+INPUT_GROUP = "Prompts and output"
+SAMPLING_GROUPS = {
+    "How long the output is, and how it ends": ["max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"],
+    "How tokens are chosen": [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "seed",
+        "n",
+    ],
+    "What the output holds": ["skip_special_tokens", "include_stop_str_in_output", "detokenize", "logprobs"],
+}
+ENGINE_GROUPS = {
+    "The model": ["model", "tokenizer", "load_format", "dtype", "quantization", "device", "cache_dir", "seed"],
+    "Memory and how much runs at once": [
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "kv_cache_memory_bytes",
+        "kv_cache_memory_fraction",
+        "gpu_memory_utilization",
+        "kv_cache_dtype",
+    ],
+    "Reuse of what prompts have in common": [
+        "enable_prefix_caching",
+        "scheduling_policy",
+        "retention",
+        "retention_grid_tokens",
+        "windowed_replay",
+    ],
+    "How sliding and full layers share memory": [
+        "page_size",
+        "swa_eviction_interval",
+        "disable_hybrid_kv_cache",
+        "kv_split",
+        "swa_full_tokens_ratio",
+    ],
+    "Speed and checks": ["attention_backend", "async_scheduling", "enforce_eager", "check_invariants"],
+}
+engine_options = FieldOptions(EngineConfig, groups=ENGINE_GROUPS, shown_defaults={"scheduling_policy": "prefix"})
+sampling_options = FieldOptions(
+    SamplingParams, renamed={"seed": "sampling_seed"}, omitted=["output_kind"], groups=SAMPLING_GROUPS
+)
+dataset_options = FieldOptions(DatasetOptions, groups={"What is sent": list(DatasetOptions.__dataclass_fields__)})
+# What the planner and the engine call what `plan` is given.
+PLAN_FLAGS = {
+    "model": "--model",
+    "memory_bytes": "--memory",
+    "kv_cache_memory_bytes": "--memory",
+    "context_tokens": "--context",
+    "max_model_len": "--context",
+    "page_tokens": "--page-size",
+    "page_size": "--page-size",
+    "chunk_tokens": "--max-num-batched-tokens",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "interval_tokens": "--swa-eviction-interval",
+    "swa_eviction_interval": "--swa-eviction-interval",
+    "ratios": "--ratio",
+    "swa_full_tokens_ratio": "--ratio",
+    "plot": "--plot",
+}
+BENCH_FLAGS = {
+    **engine_options.flags,
+    **dataset_options.flags,
+    "num_prompts": "--num-prompts",
+    "num_warmups": "--num-warmups",
+    "temperature": "--temperature",
+    "output_json": "--output-json",
+}
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 SIZE = Number(int, words=(), optional=False, as_bytes=True)
-
-
-class Refusal(click.ClickException):
-    """Shown as one line, without a traceback."""
-
-    exit_code = 2
+WHOLE = Number(int, words=(), optional=False, as_bytes=False)
+REAL = Number(float, words=(), optional=False, as_bytes=False)
 
 
 class OneLineErrors(click.Group):
-    """Turns errors that lamella raises on purpose into one line on stderr and exit code 2."""
+    """Turns errors that lamella raises on purpose into one line on stderr and exit code 2, and names the command that
+    a mistyped one is like."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            if "did you mean" in error.format_message().lower():  # not every version of click says it
+                raise
+            raise click.UsageError(
+                error.format_message() + nearest_name(args[0], self.list_commands(ctx)), ctx
+            ) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -59,40 +139,58 @@ def cli() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
 
 
-@cli.command()
-@click.option("--prompt", "prompts", multiple=True, help="A prompt; may be given several times.")
+@cli.command(cls=GroupedCommand, flags={**sampling_options.flags, **engine_options.flags})
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    help="A prompt; may be given several times.",
+    cls=GroupedOption,
+    group=INPUT_GROUP,
+)
 @click.option(
     "--prompts-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help='More prompts, one a line; in a .jsonl file as JSON: a string, a list of token ids, or {"prompt": ...}.',
+    cls=GroupedOption,
+    group=INPUT_GROUP,
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object a line.", cls=GroupedOption, group=INPUT_GROUP
+)
 @sampling_options
 @engine_options
 @click.pass_context
 def generate(ctx: click.Context, prompts: tuple[str, ...], prompts_file: Path | None, as_json: bool, **_: Any) -> None:
     """Complete prompts."""
-    all_prompts: list[Any] = [*prompts, *(_read_prompts(prompts_file) if prompts_file else ())]
-    if not all_prompts:
+    placed = placed_prompts(prompts, prompts_file)
+    if not placed:
         raise click.UsageError("there is no prompt; give --prompt or --prompts-file")
-    params = SamplingParams(**sampling_options.given(ctx))
+    try:
+        params = SamplingParams(**sampling_options.given(ctx))
+    except LamellaError as error:  # here, since its seed is not the engine's
+        raise Refusal(with_flags(str(error), sampling_options.flags)) from error
     with LLM(**engine_options.given(ctx)) as llm:
-        for output in llm.generate(all_prompts, params, use_tqdm=sys.stderr.isatty()):
+        try:
+            outputs = llm.generate([prompt for prompt, _ in placed], params, use_tqdm=sys.stderr.isatty())
+        except LamellaError as error:
+            raise type(error)(with_place(error, placed)) from error
+        for output in outputs:
             click.echo(json.dumps(_output_json(output), ensure_ascii=False) if as_json else _output_text(output))
 
 
-@cli.command()
+@cli.command(cls=GroupedCommand, flags=PLAN_FLAGS)
 @click.option("--model", required=True, help="Folder, config.json, .gguf file or name of a published model.")
 @click.option("--memory", type=SIZE, required=True, help='KV memory, weights not counted: "80GiB".')
-@click.option("--context", type=int, required=True, help="Prompt and output of one request, in tokens.")
-@click.option("--page-size", type=int, default=16, show_default=True, help="Tokens per KV page.")
+@click.option("--context", type=WHOLE, required=True, help="Prompt and output of one request, in tokens.")
+@click.option("--page-size", type=WHOLE, default=16, show_default=True, help="Tokens per KV page.")
 @click.option(
     "--dtype", type=click.Choice(list(DTYPE_BYTES)), default="bfloat16", show_default=True, help="Of K and V."
 )
-@click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True, help="Most tokens in one step.")
-@click.option("--swa-eviction-interval", type=int, help="Tokens that leave a window before decode frees them.")
-@click.option("--ratio", "ratios", type=float, multiple=True, help="Fixed pools to compare with; may be repeated.")
-@click.option("--plot", type=click.Path(dir_okay=False), help="Also draw requests against context into this PNG.")
+@click.option("--max-num-batched-tokens", type=WHOLE, default=2048, show_default=True, help="Most tokens in one step.")
+@click.option("--swa-eviction-interval", type=WHOLE, help="Tokens that leave a window before decode frees them.")
+@click.option("--ratio", "ratios", type=REAL, multiple=True, help="Fixed pools to compare with; may be repeated.")
+@click.option("--plot", type=click.Path(), help="Also draw requests against context into this PNG.")
 def plan(
     model: str,
     memory: int,
@@ -105,6 +203,7 @@ def plan(
     plot: str | None,
 ) -> None:
     """Say how many requests a KV memory holds, without loading weights."""
+    check_plot_path(plot)  # before anything that takes time
     options = PlanOptions(
         memory_bytes=memory,
         context_tokens=context,
@@ -114,22 +213,24 @@ def plan(
         ratios=ratios or None,
     )
     made = make_plan(model, model_specs(model, DTYPE_BYTES[dtype]), options)
-    click.echo(made.report())
+    click.echo(with_flags(made.report(), PLAN_FLAGS))
     if plot is not None:
         plot_plan(made, plot)
 
 
-@cli.group()
+@cli.group(cls=OneLineErrors)
 def bench() -> None:
     """Measure."""
 
 
-@bench.command()
+@bench.command(cls=GroupedCommand, flags=BENCH_FLAGS)
 @dataset_options
-@click.option("--num-prompts", type=int, default=1000, show_default=True, help="Requests to send.")
-@click.option("--num-warmups", type=int, default=0, show_default=True, help="Requests to run before the clock starts.")
-@click.option("--temperature", type=float, default=1.0, show_default=True, help="0 is greedy.")
-@click.option("--output-json", type=click.Path(dir_okay=False), help="Also write the figures to this file.")
+@click.option("--num-prompts", type=WHOLE, default=1000, show_default=True, help="Requests to send.")
+@click.option(
+    "--num-warmups", type=WHOLE, default=0, show_default=True, help="Requests to run before the clock starts."
+)
+@click.option("--temperature", type=REAL, default=1.0, show_default=True, help="0 is greedy.")
+@click.option("--output-json", type=click.Path(), help="Also write the figures to this file.")
 @engine_options
 @click.pass_context
 def throughput(
@@ -145,18 +246,6 @@ def throughput(
         output_json=output_json,
     )
     click.echo(run_throughput(args, LLM).report())
-
-
-def _read_prompts(path: Path) -> list[Any]:
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if path.suffix != ".jsonl":
-        return lines
-    try:
-        return [json.loads(line) for line in lines]
-    except json.JSONDecodeError as error:
-        raise click.UsageError(
-            f"{path} has a line that is not JSON ({error}); one JSON value a line is needed"
-        ) from None
 
 
 def _output_text(output: Any) -> str:

@@ -96,7 +96,7 @@ def test_jsonl_prompts_may_be_token_ids(made, tmp_path):
     path.write_text("not json\n")
     refused = generate("--prompts-file", str(path))
     assert refused.exit_code == 2
-    assert "line that is not JSON" in refused.stderr
+    assert f"{path}, line 1 is not JSON" in refused.stderr
 
 
 def test_sampling_flags(made):
@@ -127,7 +127,7 @@ def test_lamellas_errors_are_one_line(monkeypatch):
     monkeypatch.setattr(lamella.cli, "LLM", factory)
     result = generate("--prompt", "x")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "Error: model='some/model': no such folder\n"
+    assert result.stderr == "Error: --model='some/model': no such folder\n"
 
 
 def test_other_errors_are_not_hidden(monkeypatch):

@@ -8,11 +8,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from lamella.benchmark.datasets import PrefixRepetitionDataset, RandomDataset, ShareGPTDataset, TraceDataset
-from lamella.benchmark.requests import Dataset
+from lamella.argument_checks import RealRange, WholeRange
+from lamella.benchmark.datasets import (
+    NUM_TOKENS,
+    NUM_TOKENS_OR_NONE,
+    RANGE_RATIO,
+    TRACE_SCALE,
+    PrefixRepetitionDataset,
+    RandomDataset,
+    ShareGPTDataset,
+    TraceDataset,
+)
+from lamella.benchmark.requests import NUM_PROMPTS, Dataset
 from lamella.errors import ConfigError
 
 T = TypeVar("T")
+
+_RANGES: dict[str, WholeRange | RealRange] = {
+    "input_len": NUM_TOKENS,
+    "output_len": NUM_TOKENS,
+    "random_input_len": NUM_TOKENS,
+    "random_output_len": NUM_TOKENS,
+    "random_range_ratio": RANGE_RATIO,
+    "random_prefix_len": NUM_TOKENS_OR_NONE,
+    "prefix_repetition_prefix_len": NUM_TOKENS,
+    "prefix_repetition_suffix_len": NUM_TOKENS_OR_NONE,
+    "prefix_repetition_num_prefixes": NUM_PROMPTS,
+    "prefix_repetition_output_len": NUM_TOKENS,
+    "trace_scale": TRACE_SCALE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +73,11 @@ class DatasetOptions:
     prefix_repetition_num_prefixes: int | None = None
     prefix_repetition_output_len: int | None = None
     trace_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in _RANGES.items():
+            if getattr(self, name) is not None:
+                allowed.check(name, getattr(self, name), ConfigError)
 
     def dataset(self) -> Dataset:
         makers: dict[str, Callable[[], Dataset]] = {

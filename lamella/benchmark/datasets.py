@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import math
 from collections.abc import Iterator
@@ -13,8 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from lamella.benchmark.requests import BenchmarkRequest, DrawContext
+from lamella.argument_checks import MOST_TOKENS, RealRange, WholeRange, shown
+from lamella.benchmark.requests import NUM_PROMPTS, BenchmarkRequest, DrawContext, check_lengths
+from lamella.benchmark.text_lines import numbered_lines, parsed_json, place
 from lamella.errors import ConfigError
+
+NUM_TOKENS = WholeRange(1, MOST_TOKENS)
+NUM_TOKENS_OR_NONE = WholeRange(0, MOST_TOKENS)
+RANGE_RATIO = RealRange(0.0, math.nextafter(1.0, 0.0), "a number in [0, 1); 0 gives equal lengths")
+TRACE_SCALE = RealRange(1e-6, 1e6, "a positive number from 1e-6 to 1e6; 1 keeps the recorded lengths")
+_HASH_ID = WholeRange(0, 2**63 - 1)
 
 # One hash id of a Mooncake trace stands for this many prompt tokens.
 MOONCAKE_BLOCK_TOKENS = 512
@@ -38,17 +45,18 @@ class RandomDataset:
     prefix_len: int = 0
 
     def __post_init__(self) -> None:
-        _require_at_least(1, input_len=self.input_len, output_len=self.output_len)
-        _require_at_least(0, prefix_len=self.prefix_len)
-        if not 0.0 <= self.range_ratio < 1.0:
-            raise ConfigError(f"random_range_ratio={self.range_ratio}: must lie in [0, 1); 0 gives equal lengths")
+        _check(NUM_TOKENS, input_len=self.input_len, output_len=self.output_len)
+        _check(NUM_TOKENS_OR_NONE, prefix_len=self.prefix_len)
+        _check(RANGE_RATIO, range_ratio=self.range_ratio)
 
     def requests(self, context: DrawContext) -> Iterator[BenchmarkRequest]:
+        check_lengths(self.prefix_len, 1, context)
         rng = np.random.default_rng(context.seed)
         prefix = _random_tokens(rng, context.vocab_size, self.prefix_len)
         for _ in range(context.num_prompts):
             input_len = self._draw_length(rng, self.input_len)
             output_len = self._draw_length(rng, self.output_len)
+            check_lengths(self.prefix_len + input_len, output_len, context)
             yield BenchmarkRequest(prefix + _random_tokens(rng, context.vocab_size, input_len), output_len)
 
     def _draw_length(self, rng: np.random.Generator, length: int) -> int:
@@ -68,8 +76,9 @@ class PrefixRepetitionDataset:
     output_len: int = 128
 
     def __post_init__(self) -> None:
-        _require_at_least(1, prefix_len=self.prefix_len, num_prefixes=self.num_prefixes, output_len=self.output_len)
-        _require_at_least(0, suffix_len=self.suffix_len)
+        _check(NUM_TOKENS, prefix_len=self.prefix_len, output_len=self.output_len)
+        _check(NUM_TOKENS_OR_NONE, suffix_len=self.suffix_len)
+        _check(NUM_PROMPTS, num_prefixes=self.num_prefixes)
 
     def requests(self, context: DrawContext) -> Iterator[BenchmarkRequest]:
         if context.num_prompts < self.num_prefixes:
@@ -77,7 +86,10 @@ class PrefixRepetitionDataset:
                 f"num_prompts={context.num_prompts} cannot use {self.num_prefixes} prefixes; "
                 "raise --num-prompts or lower --prefix-repetition-num-prefixes"
             )
-        if context.vocab_size**self.prefix_len < self.num_prefixes:
+        check_lengths(self.prefix_len + self.suffix_len, self.output_len, context)
+        if (
+            context.vocab_size ** min(self.prefix_len, 64) < self.num_prefixes
+        ):  # the power of 64 is more than any number
             raise ConfigError(
                 f"there are no {self.num_prefixes} distinct prefixes of {self.prefix_len} tokens from a vocabulary "
                 f"of {context.vocab_size}; raise --prefix-repetition-prefix-len"
@@ -107,7 +119,7 @@ class ShareGPTDataset:
     def __post_init__(self) -> None:
         _require_file(self.path)
         if self.output_len is not None:
-            _require_at_least(1, output_len=self.output_len)
+            _check(NUM_TOKENS, output_len=self.output_len)
 
     def requests(self, context: DrawContext) -> Iterator[BenchmarkRequest | None]:
         exchanges = self._exchanges()
@@ -128,15 +140,25 @@ class ShareGPTDataset:
         )
 
     def _exchanges(self) -> list[tuple[str, str]]:
-        try:
-            chats = json.loads(self.path.read_text(encoding="utf-8"))
-            turns = [chat.get("conversations", []) for chat in chats]
-            return [(chat[0]["value"], chat[1]["value"]) for chat in turns if len(chat) >= 2]
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{self.path} is no ShareGPT file ({type(error).__name__}: {error}); "
-                'needed is a JSON list of {"conversations": [{"value": "..."}, ...]}'
-            ) from error
+        chats, lines = numbered_items(self.path)
+        exchanges = []
+        for chat, line in zip(chats, lines, strict=True):
+            turns = chat.get("conversations", []) if isinstance(chat, dict) else None
+            if not isinstance(turns, list):
+                raise self._refusal(line, f"{shown(chat)} has no list of turns")
+            values = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
+            if len(values) == 2:
+                question, answer = values
+                if not (isinstance(question, str) and isinstance(answer, str)):
+                    raise self._refusal(line, f"{shown(turns[:2])} are no two turns with text")
+                exchanges.append((question, answer))
+        return exchanges
+
+    def _refusal(self, line: int, problem: str) -> ConfigError:
+        return ConfigError(
+            f"{place(self.path, line)} is no ShareGPT chat ({problem}); "
+            'needed is a JSON list of {"conversations": [{"value": "..."}, ...]}'
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +182,9 @@ class TraceDataset:
                 f"{self.path.name}: the name does not tell a trace format; use .jsonl or .jsonl.gz for "
                 "Mooncake traces, .csv for Azure's"
             )
-        if not 0.0 < self.scale < math.inf:
-            raise ConfigError(f"trace_scale={self.scale}: must be positive and finite; 1 keeps the recorded lengths")
+        _check(TRACE_SCALE, trace_scale=self.scale)
         if self.output_len is not None:
-            _require_at_least(1, output_len=self.output_len)
+            _check(NUM_TOKENS, output_len=self.output_len)
 
     def requests(self, context: DrawContext) -> Iterator[BenchmarkRequest | None]:
         block_len = self._scaled(MOONCAKE_BLOCK_TOKENS)
@@ -186,32 +207,72 @@ class TraceDataset:
 
     def _rows(self) -> Iterator[tuple[int, int, list[int]]]:
         """(input length, output length, hash ids) of each line of the trace."""
-        is_csv = self.path.suffix == ".csv"
-        with _open_text(self.path) as lines:
-            for number, row in enumerate(csv.DictReader(lines) if is_csv else lines, start=1):
-                try:
-                    yield _azure_row(row) if is_csv else _mooncake_row(json.loads(row))
-                except (ValueError, KeyError, TypeError) as error:
-                    needed = (
-                        "the columns ContextTokens and GeneratedTokens"
-                        if is_csv
-                        else "input_length, output_length and hash_ids"
-                    )
-                    raise ConfigError(
-                        f"{self.path}, request {number} cannot be read ({type(error).__name__}: {error}); "
-                        f"needed are {needed}"
-                    ) from error
+        if self.path.suffix == ".csv":
+            yield from self._azure_rows()
+            return
+        for number, text in numbered_lines(self.path):
+            row = parsed_json(self.path, number, text)
+            where = place(self.path, number)
+            if not isinstance(row, dict) or not isinstance(row.get("hash_ids"), list):
+                raise ConfigError(
+                    f"{where} cannot be read: {shown(row)}; needed are input_length, output_length and hash_ids, a list"
+                )
+            hash_ids = [_HASH_ID.check(f"{where}: hash_ids", hash_id, ConfigError) for hash_id in row["hash_ids"]]
+            yield _length(where, row, "input_length"), _length(where, row, "output_length"), hash_ids
+
+    def _azure_rows(self) -> Iterator[tuple[int, int, list[int]]]:
+        numbers = [0]  # of the line that was read last
+
+        def texts() -> Iterator[str]:
+            for number, text in numbered_lines(self.path):
+                numbers[0] = number
+                yield text
+
+        reader = csv.DictReader(texts())
+        try:
+            for row in reader:
+                where = place(self.path, numbers[0])
+                lengths = [_length(where, row, name) for name in ("ContextTokens", "GeneratedTokens")]
+                yield lengths[0], lengths[1], []
+        except csv.Error as error:
+            raise ConfigError(f"{place(self.path, numbers[0])} is no CSV ({error}); see the file") from error
 
 
-def _azure_row(row: dict[str, str]) -> tuple[int, int, list[int]]:
-    return int(row["ContextTokens"]), int(row["GeneratedTokens"]), []
+def numbered_items(path: Path) -> tuple[list[Any], list[int]]:
+    """The items of a JSON list and the line on which each begins. ConfigError, with the line, for other files."""
+    needed = 'needed is a JSON list of {"conversations": [{"value": "..."}, ...]}'
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        items = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place(path, error.lineno)} is no ShareGPT file ({error.msg}); {needed}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no ShareGPT file ({error}); {needed}") from error
+    if not isinstance(items, list):
+        raise ConfigError(f"{place(path, 1)} is no ShareGPT file (a {type(items).__name__}); {needed}")
+    decoder, lines, line, seen = json.JSONDecoder(), [], 1, 0
+    end = text.index("[") + 1
+    for _ in items:
+        start = next(place for place in range(end, len(text)) if text[place] not in " \t\r\n,")
+        line, seen = line + text.count("\n", seen, start), start
+        lines.append(line)
+        end = decoder.raw_decode(text, start)[1]
+    return items, lines
 
 
-def _mooncake_row(row: dict[str, Any]) -> tuple[int, int, list[int]]:
-    hash_ids = [int(hash_id) for hash_id in row["hash_ids"]]
-    if min(hash_ids, default=0) < 0:
-        raise ValueError("a hash id is negative")
-    return int(row["input_length"]), int(row["output_length"]), hash_ids
+def _length(where: str, row: dict[str, Any], name: str) -> int:
+    """A recorded length: in a CSV it is text."""
+    value = row.get(name)
+    if isinstance(value, str) and value.strip().isascii() and value.strip().isdecimal() and len(value) < 20:
+        value = int(value)
+    if value is None:
+        raise ConfigError(f"{where} has no {name}; needed are {_needed(name)}")
+    return NUM_TOKENS_OR_NONE.check(f"{where}: {name}", value, ConfigError)
+
+
+def _needed(name: str) -> str:
+    is_csv = name in ("ContextTokens", "GeneratedTokens")
+    return "the columns ContextTokens and GeneratedTokens" if is_csv else "input_length, output_length and hash_ids"
 
 
 def _block_tokens(context: DrawContext, hash_id: int, block_len: int) -> list[int]:
@@ -228,14 +289,9 @@ def _random_tokens(rng: np.random.Generator, vocab_size: int, num_tokens: int) -
     return tokens
 
 
-def _open_text(path: Path) -> Any:
-    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8", newline="")
-
-
-def _require_at_least(least: int, **lengths: int) -> None:
-    for name, length in lengths.items():
-        if length < least:
-            raise ConfigError(f"{name}={length}: must be at least {least}")
+def _check(allowed: WholeRange | RealRange, **values: Any) -> None:
+    for name, value in values.items():
+        allowed.check(name, value, ConfigError)
 
 
 def _require_file(path: Path) -> None:

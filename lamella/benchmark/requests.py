@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from lamella.argument_checks import WholeRange
 from lamella.errors import ConfigError
+
+# All requests of a run are in memory at once.
+NUM_PROMPTS = WholeRange(1, 10**8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,15 @@ class DrawContext:
     encode: Callable[[str], list[int]]
 
 
+def check_lengths(prompt_len: int, output_len: int, context: DrawContext) -> None:
+    """ConfigError for a request that the model cannot hold: asked before so many tokens are drawn."""
+    if prompt_len + output_len > context.max_model_len:
+        raise ConfigError(
+            f"a prompt of {prompt_len} tokens with {output_len} to generate exceeds "
+            f"max_model_len={context.max_model_len}; ask for shorter lengths, or raise --max-model-len"
+        )
+
+
 class Dataset(Protocol):
     """A source of requests."""
 
@@ -60,19 +73,14 @@ def draw_requests(dataset: Dataset, context: DrawContext) -> RequestSet:
 
     Raises ConfigError if lengths that were asked for do not fit, or if no request is left.
     """
-    if context.num_prompts < 1:
-        raise ConfigError(f"num_prompts={context.num_prompts}: a benchmark needs at least 1 prompt")
+    NUM_PROMPTS.check("num_prompts", context.num_prompts, ConfigError)
     requests: list[BenchmarkRequest] = []
     num_skipped = 0
     for request in dataset.requests(context):
         if request is None:
             num_skipped += 1
-        elif request.total_len > context.max_model_len:
-            raise ConfigError(
-                f"a prompt of {len(request.prompt_token_ids)} tokens with {request.output_len} to generate exceeds "
-                f"max_model_len={context.max_model_len}; ask for shorter lengths, or raise --max-model-len"
-            )
         else:
+            check_lengths(len(request.prompt_token_ids), request.output_len, context)
             requests.append(request)
         if len(requests) == context.num_prompts:
             break

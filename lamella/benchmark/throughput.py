@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from lamella import LLM, SamplingParams
+from lamella.argument_checks import WholeRange
 from lamella.benchmark.dataset_options import DatasetOptions
-from lamella.benchmark.requests import BenchmarkRequest, DrawContext, draw_requests
+from lamella.benchmark.output_path import check_output_path
+from lamella.benchmark.requests import NUM_PROMPTS, BenchmarkRequest, DrawContext, draw_requests
 from lamella.errors import ConfigError, LamellaError
 
 
@@ -35,12 +37,10 @@ class ThroughputArgs:
     output_json: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("num_prompts", 1), ("num_warmups", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least {least}")
-        # Found out now rather than after the run.
-        if self.output_json is not None and not Path(self.output_json).absolute().parent.is_dir():
-            raise ConfigError(f"output_json={self.output_json!r}: its folder does not exist; create it first")
+        NUM_PROMPTS.check("num_prompts", self.num_prompts, ConfigError)
+        WholeRange(0, NUM_PROMPTS.most).check("num_warmups", self.num_warmups, ConfigError)
+        SamplingParams(temperature=self.temperature)  # raises what is wrong with it
+        check_output_path("output_json", self.output_json)  # found out now rather than after the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def run_throughput(args: ThroughputArgs, llm_factory: Callable[..., LLM] = LLM) 
             num_prompts=args.num_prompts,
             vocab_size=llm.model_config.vocab_size,
             max_model_len=llm.engine.max_model_len,
-            seed=args.engine_args.get("seed", 0),
+            seed=args.engine_args.get("seed") or 0,
             encode=lambda text: list(llm.get_tokenizer().encode(text)),
         )
         drawn = draw_requests(dataset, context)

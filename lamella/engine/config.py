@@ -48,43 +48,53 @@ _TRUTH_VALUES = (
 @takes_vllm_keywords(ENGINE_ARGUMENTS, ConfigError, NONE_IS_DEFAULT)
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How to run a model. Names follow vLLM's engine arguments where both have the thing.
+    """How to run a model. Names follow vLLM's engine arguments where both have the thing; vLLM's others are taken where
+    they ask for nothing, and block_size is page_size.
 
-    model: Hugging Face folder, .gguf file, or "demo:gemma-3-270m". tokenizer: folder or file to use
-    instead of the model's. load_format: "auto", "safetensors", "gguf" or "dummy" (random weights).
-    dtype: "auto" (the checkpoint's; float32 on CPU), "float32", "bfloat16" or "float16".
-    quantization: None (or "none"); "int8": weights rounded to int8 when they are loaded, activations float32; "w8a8":
-    the same weights in products of integers, activations in 16 bits (the fastest for many requests); "gguf": the blocks
-    of the GGUF file as they are (results as with float32, in a quarter of its memory). On the native CPU path.
-    seed: base of the seeds of requests that give none.
-    max_model_len: longest prompt + output in tokens; None: the model's own, "auto" (or -1): the longest
-    that the KV memory allows.
-    max_num_seqs: most requests that run at once. max_num_batched_tokens: most tokens in one step.
-    page_size: tokens per KV page. swa_eviction_interval: tokens that must have left a window before
-    decode frees them; None: one page.
-    kv_cache_dtype: what K and V are stored in: "auto" (as they are computed), "fp8" or "fp8_e4m3" (8 bits with 3 of
-    mantissa, half the memory of 16 bits), "fp8_e5m2" (more range, less precision); divided by the checkpoint's scales,
-    where it has some. Not on the native CPU path; a CPU takes attention_backend "torch".
-    kv_cache_memory_bytes: size of the KV arena; None: on a CPU, kv_cache_memory_fraction of the memory available once
-        the weights are loaded; on CUDA, what gpu_memory_utilization of the device's memory leaves.
-    gpu_memory_utilization: share of a CUDA device's memory that may be in use, by whomever: what weights, the largest
-        step (measured at start-up) and captured graphs leave of it is the KV arena.
-    enforce_eager: do not capture CUDA graphs of decode steps.
-    scheduling_policy: "fcfs" (first come, first served) or "prefix" (longest cached prefix first, nobody waits
-    forever); LLM uses "prefix" unless told otherwise.
-    retention: which prefixes of sliding layers stay cached: "tails", "all" or "none".
-    retention_grid_tokens: with "tails", keep one every so many tokens, too; None: no grid.
-    disable_hybrid_kv_cache: keep every layer's KV for the request's life.
+    model: Hugging Face folder, .gguf file, or "demo:gemma-3-270m".
+    tokenizer: folder or file to use instead of the model's.
+    load_format: "auto", "safetensors", "gguf" or "dummy" (random weights).
+    dtype: numbers to compute with: "auto" (the checkpoint's; float32 on CPU), "float32" or "float", "bfloat16",
+        "float16" or "half".
+    quantization: weights in fewer bits, on a CPU: "int8", "w8a8" (the fastest for many requests), "gguf" (the GGUF
+        file's own) or "none". "int8" rounds weights when they are loaded and keeps activations float32; "w8a8" takes
+        the same weights in products of integers, activations in 16 bits; "gguf" takes the blocks as they are (results
+        as with float32, in a quarter of its memory). On the native CPU path.
+    device: "auto" (CUDA where there is one), "cpu", "cuda", or "cuda:1" for the second.
+    seed: base of the seeds of requests that give none, 0 to 2**64 - 1. None is 0.
+    max_model_len: longest prompt + output in tokens; None: the model's own; "auto" (or -1): the longest that the KV
+        memory allows.
+    max_num_seqs: most requests that run at once, up to 65536.
+    max_num_batched_tokens: most tokens in one step, up to 2**24: long prompts are computed in chunks of this size.
+    page_size: tokens per KV page, the unit in which KV memory is handed out.
+    swa_eviction_interval: tokens that must have left a sliding window before their memory is freed; None: one page.
+    enable_prefix_caching: keep the KV of prompts and outputs, so that a later prompt that begins alike starts there.
+    scheduling_policy: who starts next: "fcfs" (first come, first served) or "prefix" (longest cached prefix first,
+        nobody waits forever). LLM and the command line use "prefix" unless told otherwise.
+    retention: which prefixes of sliding layers stay cached: "tails" (the ends of prompts and outputs), "all" or "none".
+    retention_grid_tokens: with "tails", keep one every so many tokens, too; None: no more than the ends.
+    disable_hybrid_kv_cache: keep every layer's KV for the request's life, as if no layer had a window.
     windowed_replay: where a prompt's full-attention KV is cached and its sliding windows are gone, compute those
         again, if that costs less than half of what it saves. In a model with sliding layers only, compute no more of a
         prompt than its last token depends on.
-    kv_split: "elastic" lends KV memory to full and windowed layers as they need it; "ratio" divides it once, into
-    fixed pools.
-    swa_full_tokens_ratio: tokens that a windowed pool holds per token of the full-attention pool, with kv_split
-    "ratio" only; None: 0.8 or, without prefix caching, no more than max_num_seqs requests can hold.
+    kv_split: how full and sliding layers share the KV memory: "elastic" lends it to them as they need it; "ratio"
+        divides it once, into fixed pools.
+    swa_full_tokens_ratio: tokens that a sliding pool holds per token of the full-attention pool, 1e-6 to 1e6, with
+        kv_split "ratio" only; None: 0.8 or, without prefix caching, no more than max_num_seqs requests can hold.
+    kv_cache_dtype: numbers that keys and values are stored in: "auto" (as they are computed), "fp8" or "fp8_e4m3" (8
+        bits with 3 of mantissa, half the memory of 16 bits), "fp8_e5m2" (more range, less precision). Divided by the
+        checkpoint's scales, where it has some. Not on the native CPU path; a CPU takes attention_backend "torch".
+    kv_cache_memory_bytes: memory for keys and values (KV), such as 2147483648; None: on a CPU kv_cache_memory_fraction
+        of what is free, on CUDA what gpu_memory_utilization leaves.
+    kv_cache_memory_fraction: share of the memory that is free once the weights are loaded to use for KV, on a CPU.
+    gpu_memory_utilization: share of a CUDA device's memory that may be in use, by whomever: what weights, the largest
+        step (measured at start-up) and captured graphs leave of it is the KV memory.
+    enforce_eager: do not capture CUDA graphs of decode steps.
+    attention_backend: attention kernels: "auto" (the fastest that is there), "native", "torch", "triton", "xformers"
+        or "reference".
     async_scheduling: plan and launch a step while the one before it runs; None: on CUDA only. Outputs are the same.
+    cache_dir: folder for converted weights; None: the user's cache folder.
     check_invariants: check the KV bookkeeping after every step (slow; for tests and debugging).
-    cache_dir: where converted weights are kept; None: the user's cache folder.
     """
 
     model: str

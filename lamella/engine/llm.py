@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from lamella.argument_checks import truth_value
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine
 from lamella.engine.outputs import RequestOutput
@@ -118,6 +119,7 @@ class LLM:
         messages: [{"role": "user", "content": ...}, ...]. chat_template: a Jinja template to use instead.
         """
         refuse_foreign("chat", vllm_arguments, known=_CHAT_ARGUMENTS, foreign=CHAT_ARGUMENTS)
+        truth_value("add_generation_prompt", add_generation_prompt, RequestError)
         conversations = _split_conversations(messages)
         tokenizer = self.get_tokenizer()
         prompts: list[Prompt] = []

@@ -21,10 +21,10 @@ LOWEST_SAMPLING_TEMPERATURE = 0.01
 # vLLM's limit: each sample is a request of its own, whose memory is taken when it is added.
 MOST_SAMPLES = 16_384
 _PENALTY = RealRange(-2.0, 2.0, "-2 to 2 (0 is off)")
-_TOKEN_ID = WholeRange(0, MOST_TOKENS, f"ids of the vocabulary, none negative or above {MOST_TOKENS}")
+TOKEN_ID = WholeRange(0, MOST_TOKENS, f"ids of the vocabulary, none negative or above {MOST_TOKENS}")
 
 _MAY_BE_NONE = ("seed", "max_tokens", "logprobs")
-_WHOLE_NUMBERS = {
+WHOLE_NUMBERS = {
     "n": WholeRange(1, MOST_SAMPLES, f"at least 1 and at most {MOST_SAMPLES} samples"),
     "top_k": WholeRange(-1, MOST_TOKENS, f"at least 1 and at most {MOST_TOKENS}, or 0 or -1 to switch it off"),
     "seed": WholeRange(-1, MOST_SEED, "0 to 2**64 - 1, or None to let the engine choose"),
@@ -36,7 +36,7 @@ _WHOLE_NUMBERS = {
         0, MOST_TOKENS, "None for none, or how many top tokens to report (0 up to the size of the vocabulary)"
     ),
 }
-_REAL_NUMBERS = {
+REAL_NUMBERS = {
     "temperature": RealRange(0.0, 2.0, "0 (greedy) to 2"),
     "top_p": RealRange(0.0, 1.0, "more than 0 and at most 1 (1 is off)", leaves_out_least=True),
     "min_p": RealRange(0.0, 1.0, "0 (off) to 1, a fraction of the highest probability"),
@@ -62,26 +62,35 @@ class SamplingParams:
 
     All but n are given by name. vLLM's parameters that lamella has not are taken where they ask for nothing.
 
-    n: how many samples of the prompt, 1 to 16384. Greedy samples are all alike, so n > 1 needs temperature > 0.
-    temperature: 0 to 2. Below 1e-5 is greedy: stored as 0.0, and top_p, top_k and min_p are switched
-        off. From there to 0.01 it is raised to 0.01, lest the scaled logits overflow.
-    top_p: in (0, 1], 1 is off. top_k: 0 or -1 is off, -1 is stored as 0;
-        more than the vocabulary holds is all of it. min_p: in [0, 1], 0 is off.
-    presence_penalty: in [-2, 2], 0 is off: taken off the logit of every token in the output.
-    frequency_penalty: in [-2, 2], 0 is off: taken off once for each time that the token is in the output.
-    repetition_penalty: 1e-6 to 1e6, 1 is off: positive logits of tokens in prompt or output are divided by it, the
-        others multiplied. Penalties hold for greedy requests too.
-    seed: 0 to 2**64 - 1; None or -1 (stored as None) lets the engine choose.
-    stop: strings that end the generation: one string, several, or None; stored as a tuple without
-        repetitions. They are searched in the text, so they need detokenize=True.
-    stop_token_ids: token ids that end the generation, stored the same way.
+    n: how many outputs for each prompt, 1 to 16384. Greedy samples are all alike, so n > 1 needs temperature > 0.
+    temperature: how freely to choose, 0 to 2; 0 always takes the most likely token (greedy). Below 1e-5 is greedy:
+        stored as 0.0, and top_p, top_k and min_p are switched off. From there to 0.01 it is raised to 0.01, lest the
+        scaled logits overflow.
+    top_p: choose among the most likely tokens that together have this share of the probability; in (0, 1], 1 is off.
+    top_k: choose among so many of the most likely tokens; 0 is off. So is -1, stored as 0, and the size of the
+        vocabulary or more: all of it.
+    min_p: leave out tokens of less than this share of the highest probability; in [0, 1], 0 is off.
+    presence_penalty: makes tokens that are in the output less likely (above 0) or more likely (below 0); -2 to 2, 0 is
+        off. It is taken off their logits.
+    frequency_penalty: the same, for each time that the token is in the output; -2 to 2, 0 is off.
+    repetition_penalty: makes tokens that are in the prompt or the output less likely (above 1) or more likely (below
+        1); 1e-6 to 1e6, 1 is off. Positive logits are divided by it, the others multiplied. Penalties hold for greedy
+        requests too.
+    seed: number that makes the same choices again, 0 to 2**64 - 1; None: the engine chooses one. And -1, which is
+        stored as None.
+    stop: text that ends the output. One string, several, or None; stored as a tuple without repetitions. It is
+        searched in the text, so it needs detokenize=True.
+    stop_token_ids: token ids that end the output. Stored the same way.
     ignore_eos: go on after the model's end tokens.
-    max_tokens: most tokens to generate, 1 up; None goes on until the engine's max_model_len.
-    min_tokens: end tokens and stop token ids are not sampled, and stop strings not heeded, before so
-        many tokens exist.
-    logprobs: None for none, else how many of the most likely tokens to report besides the sampled one.
-    detokenize: False leaves every text empty.
+    max_tokens: most tokens to generate, 1 up; None: as long as the engine allows.
+    min_tokens: fewest tokens to generate. Before so many exist, end tokens and stop token ids are not sampled, and stop
+        strings not heeded.
+    logprobs: how many of the most likely tokens to report with their log-probabilities, besides the sampled one; None:
+        no log-probabilities.
+    detokenize: turn tokens into text. False leaves every text empty.
+    skip_special_tokens: leave special tokens out of the text.
     include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
+    output_kind: what each output of a running request carries.
     """
 
     n: int = 1
@@ -138,11 +147,11 @@ class SamplingParams:
 
     def _check_values(self) -> None:
         """Bring every field to its own type (numpy scalars to Python's) and check its range, or refuse it."""
-        for name, whole in _WHOLE_NUMBERS.items():
+        for name, whole in WHOLE_NUMBERS.items():
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 self._set(**{name: whole.check(name, value, RequestError)})
-        for name, real in _REAL_NUMBERS.items():
+        for name, real in REAL_NUMBERS.items():
             self._set(**{name: real.check(name, getattr(self, name), RequestError)})
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             self._set(**{name: truth_value(name, getattr(self, name), RequestError)})
@@ -199,4 +208,4 @@ def _stop_token_ids(given: Any) -> tuple[int, ...]:
         return ()
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise RequestError(f"stop_token_ids={shown(given)} is a {type(given).__name__}; give a list of token ids")
-    return tuple(dict.fromkeys(_TOKEN_ID.check("stop_token_ids", token_id, RequestError) for token_id in given))
+    return tuple(dict.fromkeys(TOKEN_ID.check("stop_token_ids", token_id, RequestError) for token_id in given))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lamella.argument_checks import MOST_TOKENS, WholeRange
 from lamella.errors import CapacityError, ConfigError
 from lamella.kv_cache.capacity import num_requests_that_fit
 from lamella.kv_cache.layout import KVLayout
@@ -12,6 +13,7 @@ from lamella.kv_cache.sizing import PoolSize, held_chunk_tokens, size_pool
 from lamella.kv_cache.split import (
     DEFAULT_RATIO,
     cell_bytes,
+    check_ratio,
     group_token_bytes,
     is_splittable,
     split_pools,
@@ -19,6 +21,13 @@ from lamella.kv_cache.split import (
 )
 from lamella.planner.layer_specs import LayerSpecs
 
+_RANGES = {
+    "memory_bytes": WholeRange(1, 2**60),
+    "context_tokens": WholeRange(1, MOST_TOKENS // 4),  # four times the context is looked at, too
+    "page_tokens": WholeRange(1, 2**16),
+    "chunk_tokens": WholeRange(1, 2**24),
+    "interval_tokens": WholeRange(1, MOST_TOKENS),
+}
 RATIOS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
 
 
@@ -36,10 +45,11 @@ class PlanOptions:
     ratios: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "context_tokens", "page_tokens", "chunk_tokens", "interval_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: must be a positive number")
+        for name, allowed in _RANGES.items():
+            if name != "interval_tokens" or self.interval_tokens is not None:
+                allowed.check(name, getattr(self, name), ConfigError)
+        for ratio in self.ratios or ():
+            check_ratio(ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

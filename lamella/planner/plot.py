@@ -5,23 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lamella.benchmark.plot_path import check_plot_path
 from lamella.errors import ConfigError
 from lamella.kv_cache.report import format_bytes
 from lamella.planner.plan import Plan
 
 
 def plot_plan(plan: Plan, path: str | Path) -> None:
-    """Write `path`, a PNG. Raises ConfigError when matplotlib is missing, the name does not end in .png or the file
-    cannot be written."""
+    """Write `path`, a PNG. Raises ConfigError as `check_plot_path` does, and where writing fails after all."""
     path = Path(path)
-    if path.suffix.lower() != ".png":
-        raise ConfigError(f"plot={str(path)!r}: plots are PNG files; give a name that ends in .png")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            'a plot needs matplotlib, which is not installed; run: pip install ".[bench]" in a clone of lamella'
-        ) from error
+    check_plot_path(path)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
     # Requests alone fall with the context so steeply that the lines would lie on each other.

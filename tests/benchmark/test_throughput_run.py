@@ -57,6 +57,6 @@ def test_lengths_beyond_the_model_are_refused_in_one_line(folder):
     result = CliRunner().invoke(cli, ["bench", "throughput", "--model", folder, *arguments, *ENGINE_FLAGS])
     assert result.exit_code == 2
     assert result.stderr == (
-        "Error: a prompt of 120 tokens with 9 to generate exceeds max_model_len=128; "
+        "Error: a prompt of 120 tokens with 9 to generate exceeds --max-model-len=128; "
         "ask for shorter lengths, or raise --max-model-len\n"
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+import pickle
 
 import pytest
 
@@ -57,6 +59,7 @@ def test_a_clone_is_equal_and_another():
     params = SamplingParams(n=2, stop=["a"], seed=5)
     assert params.clone() == params
     assert params.clone() is not params
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
 
 
 def test_the_engine_has_vllms_names(llm, folder):
@@ -136,6 +139,8 @@ def test_chat_takes_vllms_arguments(llm):
     for name, value in (("tools", [{"type": "function"}]), ("continue_final_message", True), ("priority", [3])):
         with pytest.raises(RequestError, match=f"^{name}="):
             llm.chat(CHAT, GREEDY, use_tqdm=False, chat_template=TEMPLATE, **{name: value})
+    with pytest.raises(RequestError, match=r"^add_generation_prompt='no'.*True or False"):
+        llm.chat(CHAT, GREEDY, use_tqdm=False, chat_template=TEMPLATE, add_generation_prompt="no")
     with pytest.raises(TypeError, match="'chat_templat'; did you mean 'chat_template'"):
         llm.chat(CHAT, GREEDY, chat_templat=TEMPLATE)
 

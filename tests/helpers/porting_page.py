@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lamella
+from lamella.argument_checks import FRACTION, RealRange
+from lamella.engine import config, sampling_params
 from lamella.engine.vllm_engine_arguments import ENGINE_ARGUMENTS
 from lamella.engine.vllm_keywords import Absent, Renamed
 from lamella.engine.vllm_request_arguments import (
@@ -25,6 +27,7 @@ from lamella.engine.vllm_request_arguments import (
     RESET_PREFIX_CACHE_ARGUMENTS,
     SAMPLING_ARGUMENTS,
 )
+from lamella.kv_cache.split import LEAST_RATIO, MOST_RATIO
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "porting.md"
@@ -187,8 +190,30 @@ def rows(section: Section) -> list[tuple[str, str, str]]:
     return made + [(", ".join(listed), *key) for key, listed in grouped.items()]
 
 
+def ranges() -> list[tuple[str, str]]:
+    """Of every number of SamplingParams and EngineConfig."""
+    of_sampling = {
+        **sampling_params.WHOLE_NUMBERS,
+        **sampling_params.REAL_NUMBERS,
+        "stop_token_ids": sampling_params.TOKEN_ID,
+    }
+    of_engine = {
+        **config.WHOLE_NUMBERS,
+        "max_model_len": config.MAX_MODEL_LEN,
+        **dict.fromkeys(("kv_cache_memory_fraction", "gpu_memory_utilization"), FRACTION),
+        "swa_full_tokens_ratio": RealRange(LEAST_RATIO, MOST_RATIO),
+    }
+    return [
+        (f"{owner}.{name}", str(allowed))
+        for owner, table in (("SamplingParams", of_sampling), ("EngineConfig", of_engine))
+        for name, allowed in table.items()
+    ]
+
+
 def render() -> str:
-    parts = []
+    parts = ["### Ranges of numbers", "", "| | |", "|---|---|"]
+    parts += [f"| `{name}` | {allowed} |" for name, allowed in ranges()]
+    parts.append("")
     for section in SECTIONS:
         heading = "EngineArgs, and arguments of LLM" if section.title == "EngineArgs" else section.title
         parts += [f"### {heading}", "", "| vLLM | here | |", "|---|---|---|"]
