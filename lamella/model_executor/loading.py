@@ -18,7 +18,7 @@ import torch
 
 from lamella.errors import ConfigError
 from lamella.model_executor.cache_folder import default_cache_dir
-from lamella.model_executor.dummy_weights import dummy_pieces
+from lamella.model_executor.dummy_weights import check_memory, dummy_pieces
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.model_source import ModelSource, is_there, resolve_model
 from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS, parameter_shapes
@@ -65,7 +65,10 @@ def load_config(source: ModelSource) -> ModelConfig:
         config = parse_gguf_config(header)
     else:
         config = parse_config(read_json_object(source.folder / "config.json"), _generation_config(source).eos_token_ids)
-    return config if source.kind == "dummy" else fitted_config(_open(source, header), config, parameter_shapes)
+    if source.kind == "dummy":
+        check_memory(source.name, parameter_shapes(config))
+        return config
+    return fitted_config(_open(source, header), config, parameter_shapes)
 
 
 def load_sampling_defaults(source: ModelSource) -> dict[str, Any]:

@@ -147,3 +147,12 @@ def test_what_a_text_model_does_without_is_told_once(folder, caplog):
     assert "the vision tower (2 tensors)" in told
     assert "the multimodal projector (1 tensors)" in told
     assert "rotary frequencies (2 tensors)" in told
+
+
+@pytest.mark.parametrize(
+    "changes", [{"vocab_size": 2**26, "hidden_size": 2**20}, {"intermediate_size": 2**24, "hidden_size": 2**20}]
+)
+def test_random_weights_that_no_memory_holds_are_refused_before_they_are_made(folder, changes):
+    change_config(folder, hidden_size=2**20, **changes)
+    with pytest.raises(ModelLoadError, match=r"random weights of this shape take at least \d+\.\d GiB"):
+        LLM(str(folder), load_format="dummy", max_model_len=64, kv_cache_memory_bytes=2**22)
