@@ -149,9 +149,7 @@ def test_what_a_text_model_does_without_is_told_once(folder, caplog):
     assert "rotary frequencies (2 tensors)" in told
 
 
-@pytest.mark.parametrize(
-    "changes", [{"vocab_size": 2**26, "hidden_size": 2**20}, {"intermediate_size": 2**24, "hidden_size": 2**20}]
-)
+@pytest.mark.parametrize("changes", [{"vocab_size": 2**26}, {"intermediate_size": 2**24}])
 def test_random_weights_that_no_memory_holds_are_refused_before_they_are_made(folder, changes):
     change_config(folder, hidden_size=2**20, **changes)
     with pytest.raises(ModelLoadError, match=r"random weights of this shape take at least \d+\.\d GiB"):
