@@ -18,7 +18,7 @@ import torch
 
 from lamella.errors import ConfigError
 from lamella.model_executor.cache_folder import default_cache_dir
-from lamella.model_executor.dummy_weights import dummy_pieces
+from lamella.model_executor.dummy_weights import check_memory, dummy_pieces
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.model_source import ModelSource, is_there, resolve_model
 from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS, parameter_shapes
@@ -32,7 +32,7 @@ from lamella.model_executor.weight_conversion import plan_parameters
 from lamella.model_executor.weight_forms import RowForm, RowMajor, WeightForm, collect, formed_pieces, stored_tensors
 from lamella.model_executor.weights.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
 from lamella.model_executor.weights.fit import fitted_config
-from lamella.model_executor.weights.gguf_header import read_gguf_header
+from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header
 from lamella.model_executor.weights.safetensors_files import DTYPES
 
 __all__ = [
@@ -59,11 +59,16 @@ def load_config(source: ModelSource) -> ModelConfig:
     Raises ModelLoadError: files unreadable, architecture unknown, a variant that is not built, or weights that do not
     fit.
     """
+    header = None
     if source.gguf_path is not None:
-        config = parse_gguf_config(read_gguf_header(source.gguf_path))
+        header = read_gguf_header(source.gguf_path)
+        config = parse_gguf_config(header)
     else:
         config = parse_config(read_json_object(source.folder / "config.json"), _generation_config(source).eos_token_ids)
-    return config if source.kind == "dummy" else fitted_config(_open(source), config, parameter_shapes)
+    if source.kind == "dummy":
+        check_memory(source.name, parameter_shapes(config))
+        return config
+    return fitted_config(_open(source, header), config, parameter_shapes)
 
 
 def load_sampling_defaults(source: ModelSource) -> dict[str, Any]:
@@ -88,9 +93,9 @@ def _generation_config(source: ModelSource) -> GenerationConfig:
     return read_generation_config(path)
 
 
-def _open(source: ModelSource) -> Checkpoint:
+def _open(source: ModelSource, header: GgufHeader | None = None) -> Checkpoint:
     if source.kind == "gguf":
-        return GgufCheckpoint(source.paths[0], GEMMA3_WEIGHTS)
+        return GgufCheckpoint(source.paths[0], GEMMA3_WEIGHTS, header)
     return SafetensorsCheckpoint(source.paths, GEMMA3_WEIGHTS)
 
 

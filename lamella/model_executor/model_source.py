@@ -52,7 +52,10 @@ def resolve_model(model: str, load_format: str = "auto", *, cache_dir: Path | No
     if model.startswith(DEMO_PREFIX):
         path = demo_model_path(model, cache_dir or default_cache_dir())
     else:
-        path = _existing_path(model)
+        found = existing_path(model)
+        if found is None:
+            raise _not_found(model)
+        path = found
     if path.is_dir():
         return _from_folder(path, model, load_format)
     return _from_file(path, model, load_format)
@@ -63,14 +66,13 @@ def is_there(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def _existing_path(model: str) -> Path:
+def existing_path(name: str) -> Path | None:
+    """The file or folder called `name`; None where there is none, or no system could have one."""
     try:
-        path = Path(model).expanduser()
-        if path.exists():
-            return path
+        path = Path(name).expanduser()
+        return path if path.exists() else None
     except (OSError, RuntimeError, ValueError):  # too long, a user that is not there, a null character
-        pass
-    raise _not_found(model)
+        return None
 
 
 def _not_found(model: str) -> ModelLoadError:

@@ -6,7 +6,6 @@ Planning needs only what the KV cache holds, so it is not limited to the archite
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lamella.errors import ModelLoadError
@@ -14,7 +13,7 @@ from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, 
 from lamella.model_executor.demo_models import DEMO_PREFIX
 from lamella.model_executor.loading import load_config, resolve_model
 from lamella.model_executor.model_config import ModelConfig, kv_sharing, layer_specs
-from lamella.model_executor.model_source import is_there
+from lamella.model_executor.model_source import existing_path, is_there
 from lamella.model_executor.models.config_json import ConfigJson, shared_kv_owners
 from lamella.model_executor.models.registry import parse_config
 from lamella.model_executor.typed_fields import TypedFields
@@ -49,12 +48,12 @@ def model_specs(model: str, itemsize_bytes: int) -> LayerSpecs:
     name in `known_names()`.
     Raises ModelLoadError when there is no such thing, or its layers are not described in a way that is known here.
     """
-    path = Path(model).expanduser()
-    if path.is_dir() and is_there(path / "config.json"):
+    path = existing_path(model)
+    if path is not None and path.is_dir() and is_there(path / "config.json"):
         path = path / "config.json"
-    if path.suffix == ".json" and path.exists():
+    if path is not None and path.suffix == ".json":
         return _fields_specs(read_json_object(path), itemsize_bytes)
-    if not path.exists() and not model.startswith(DEMO_PREFIX):
+    if path is None and not model.startswith(DEMO_PREFIX):
         specs = known_specs(model, itemsize_bytes)
         if specs is None:
             raise ModelLoadError(

@@ -23,7 +23,7 @@ _LAYER_NAMES = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-_TOP_NAMES = {"embed_tokens": "token_embd", "norm": "output_norm"}
+_TOP_NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
 def gguf_name(name: str) -> str:
@@ -35,10 +35,13 @@ def gguf_name(name: str) -> str:
     return f"{_TOP_NAMES[stem]}.weight"
 
 
-def save_tiny_gguf(path: Path, model: Any, *, quantise: str = "F32", **metadata: Any) -> dict[str, np.ndarray]:
+def save_tiny_gguf(
+    path: Path, model: Any, *, quantise: str = "F32", with_head: bool = False, **metadata: Any
+) -> dict[str, np.ndarray]:
     """Write a transformers Gemma 3 model as GGUF: matrices in `quantise` (a GGMLQuantizationType's name; rows must be
     whole blocks), norms as float32 1 + w. `metadata` adds or replaces keys (with "__" for "."), numbers as float32
-    when float and uint32 when int. Returns what was written, by GGUF name, before quantising."""
+    when float and uint32 when int. with_head: store the output matrix, too. Returns what was written, by GGUF name,
+    before quantising."""
     import gguf
 
     config = model.config
@@ -76,7 +79,7 @@ def save_tiny_gguf(path: Path, model: Any, *, quantise: str = "F32", **metadata:
     written = {}
     storage = gguf.GGMLQuantizationType[quantise]
     for name, parameter in model.state_dict().items():
-        if name == "lm_head.weight":
+        if name == "lm_head.weight" and not with_head:
             continue
         values = parameter.float().numpy()
         values = values + np.float32(1.0) if name.endswith("norm.weight") else values

@@ -339,6 +339,69 @@ def test_configs_that_do_not_say_enough_are_refused(changes, message):
         config_specs(config, 2)
 
 
+ODD = ("x", -1, 0.5, True, [1], {"a": 1}, 2**70, 10**400, float("nan"))
+PLANNED = {
+    "num_hidden_layers": ODD,
+    "num_attention_heads": ODD,
+    "num_key_value_heads": ODD,
+    "hidden_size": ODD,
+    "head_dim": ODD,
+    "v_head_dim": ODD,
+    "sliding_window": ODD,
+    "num_kv_shared_layers": ODD,
+    "kv_lora_rank": ODD,
+    "layer_types": (*ODD[:4], {"a": 1}, [1, 2], [["full_attention"]] * 2),
+    "model_type": (1, [1], {"a": 1}),
+    "per_layer_config": ("x", [1], {"x": {}}, {"7": {}}, {"-1": {}}, {"0": 1}, {"0": {"head_dim": "x"}}),
+    "text_config": ("x", [1], 1),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in PLANNED.items() for value in values])
+def test_a_field_out_of_its_range_is_refused_by_its_name(key, value):
+    config = {
+        "model_type": "new", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    assert len(config_specs(config, 2).specs) == 2
+    with pytest.raises(ModelLoadError, match=rf"config\.json.*{key}"):
+        config_specs({**config, key: value}, 2)
+
+
+PATTERNS = {
+    "hybrid_layer_pattern": ("x", [2], ["a"], {"a": 1}),
+    "attention_chunk_size": ODD,
+    "no_rope_layer_interval": ODD,
+    "no_rope_layers": ("x", ["x"], [2], {"a": 1}),
+    "use_sliding_window": ("x", 1, [1]),
+    "sliding_window_pattern": (-1, 0.5, True, [1], {"a": 1}, 2**70),
+    "max_window_layers": ODD,
+    "swa_head_dim": ODD,
+    "swa_num_key_value_heads": ODD,
+    "global_head_dim": ODD,
+    "attention_k_eq_v": ("x", 1),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in PATTERNS.items() for value in values])
+def test_a_pattern_of_layers_out_of_its_range_is_refused_by_its_name(key, value):
+    """Keys of which some kinds of models alone are asked."""
+    chunked = {"attention_chunk_size": 8} if key.startswith("no_rope") else {}
+    config = {
+        "model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16,
+        "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1, "global_head_dim": 8, **chunked,
+    }  # fmt: skip
+    assert len(config_specs(config, 2).specs) == 2
+    with pytest.raises(ModelLoadError, match=rf"config\.json.*{key}"):
+        config_specs({**config, key: value}, 2)
+
+
+def test_names_that_no_system_can_hold_are_not_known():
+    for name in ("a\0b", "~nobody-of-this-name/m", "x" * 5000):
+        with pytest.raises(ModelLoadError, match="neither a file nor a name"):
+            model_specs(name, 2)
+
+
 def test_a_folder_a_config_and_a_gguf_of_one_model_give_the_same_specs(tmp_path):
     model = save_tiny_gemma(tmp_path / "folder", sliding_window_pattern=6)
     save_tiny_gguf(tmp_path / "tiny.gguf", model)

@@ -167,7 +167,7 @@ def read_rope(config: ConfigJson) -> RopeScaling:
         raise config.refuse("rope_type", f"rope type {shown(rope_type)} is not built; known: default, linear")
     if fields.has_value("partial_rotary_factor") and fields.number("partial_rotary_factor") != 1.0:
         raise config.refuse("partial_rotary_factor", "layers are built with whole heads rotated; it must be 1")
-    theta = config.optional_number("rope_theta")
+    theta = config.number("rope_theta") if "rope_theta" in config else None
     if rope_type == "linear":
         return RopeScaling(theta, config.number("factor"))
     if fields.has_value("factor") and config.number("factor") != 1.0:

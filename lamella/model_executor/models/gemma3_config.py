@@ -121,8 +121,8 @@ def _rope(text: ConfigJson, kind: str) -> tuple[float, float]:
         parameters = parameters.overlaid(text.fields.object("rope_scaling"))
     rope = read_rope(ConfigJson(parameters))
     # Read even where it is not used, so that a value out of range is never passed over.
-    old_theta = text.optional_number("rope_theta" if kind == "full_attention" else "rope_local_base_freq")
-    return rope.theta or old_theta or _ROPE_THETA[kind], rope.factor
+    old_theta = text.number("rope_theta" if kind == "full_attention" else "rope_local_base_freq", _ROPE_THETA[kind])
+    return rope.theta or old_theta, rope.factor
 
 
 def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:

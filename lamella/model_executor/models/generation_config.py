@@ -15,6 +15,7 @@ from lamella.model_executor.typed_json import read_json_object
 GENERATION_CONFIG = "generation_config.json"
 _MAX_COUNT = 2**31 - 1
 _HIGHEST_TEMPERATURE = 2.0  # of SamplingParams, as are the other ranges
+_USUAL_MAX_TOKENS = 16  # of SamplingParams, too
 
 # What generate() of transformers takes beyond what is read here. A value in the tuple, or null, asks for nothing.
 _NOT_HONOURED: dict[str, tuple[Any, ...]] = {
@@ -94,6 +95,8 @@ def parse_generation_config(fields: TypedFields) -> GenerationConfig:
         raise ModelLoadError(
             f"{fields.place}: min_new_tokens={least} is more than max_new_tokens={most}; lower it, or leave one out"
         )
+    if least is not None and most is None and least > _USUAL_MAX_TOKENS:
+        wanted["max_tokens"] = least  # what SamplingParams has otherwise would contradict it
     has_ends = fields.has_value("eos_token_id")
     return GenerationConfig(
         fields.token_ids("eos_token_id", high=TOKEN_ID.high) if has_ends else None,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.weights.gguf_header import read_gguf_header
+from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header
 from lamella.model_executor.weights.gguf_tensors import GgufTensorData, storage_problem
 from lamella.model_executor.weights.safetensors_files import DTYPES, read_safetensors_header
 
@@ -123,8 +123,9 @@ class GgufCheckpoint:
     parameter.
     """
 
-    def __init__(self, path: Path, names: WeightNames) -> None:
-        header = read_gguf_header(path)
+    def __init__(self, path: Path, names: WeightNames, header: GgufHeader | None = None) -> None:
+        """header: that of the file, where it has been read already."""
+        header = header or read_gguf_header(path)
         self.norm_offset = names.gguf_norm_offset
         self.left_out: Counter[str] = Counter()
         self.tensors: dict[str, StoredTensor] = {}
