@@ -62,8 +62,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     """
     device = _choose_device(config.device)
     cache_dir = Path(config.cache_dir) if config.cache_dir is not None else None
-    source = resolve_model(config.model, config.load_format)
-    tokenizer_source = source if config.tokenizer is None else resolve_model(config.tokenizer)
+    source = resolve_model(config.model, config.load_format, cache_dir=cache_dir)
+    tokenizer_source = source if config.tokenizer is None else resolve_model(config.tokenizer, cache_dir=cache_dir)
     model_config = load_config(source)
     default_params = SamplingParams(**load_sampling_defaults(source))  # type: ignore[arg-type]
     max_model_len = _check_max_model_len(config, model_config)

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from lamella.errors import ModelLoadError, RequestError
-from lamella.model_executor.cache_folder import default_cache_dir, entry_path, written_entry
+from lamella.model_executor.cache_folder import default_cache_dir, entry_path, usable_entry, written_entry
 from lamella.model_executor.config_parsing import read_json
 from lamella.model_executor.gguf_files import read_gguf_header
 from lamella.model_executor.gguf_tokenizer import (
@@ -150,7 +150,7 @@ def load_tokenizer(source: ModelSource, cache_dir: Path | None = None) -> Tokeni
 def _from_gguf(path: Path, cache_dir: Path) -> Tokenizer:
     entry = entry_path(cache_dir, (path,), kind="tokenizer", format_version=FORMAT_VERSION, suffix=".json")
     backend = None
-    if entry.is_file():
+    if usable_entry(entry):
         try:
             backend = tokenizers.Tokenizer.from_file(str(entry))
         except Exception as error:  # the library raises nothing more specific

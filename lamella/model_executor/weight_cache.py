@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.cache_folder import entry_path, written_entry
+from lamella.model_executor.cache_folder import entry_path, usable_entry, written_entry
 from lamella.model_executor.checkpoint import Checkpoint
 from lamella.model_executor.safetensors_files import ALL_DTYPES, read_safetensors_header, write_safetensors_header
 from lamella.model_executor.weight_conversion import ParameterPlan
@@ -30,8 +30,9 @@ def weight_entry_path(cache_dir: Path, files: Sequence[Path], dtype: torch.dtype
 
 
 def read_weight_entry(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor] | None:
-    """The tensors in `stored`, mapped from `path`; None when there is no such file or it is damaged."""
-    if not path.is_file():
+    """The tensors in `stored`, mapped from `path`; None when there is no such file, it is damaged, or somebody else
+    could have written it."""
+    if not usable_entry(path):
         return None
     try:
         entries = read_safetensors_header(path)
