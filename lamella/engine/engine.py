@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from lamella.engine.config import EngineConfig
+from lamella.engine.generate_progress import RunningTokens
 from lamella.engine.model_setup import LoadedEngine, load_engine
 from lamella.engine.output_processor import OutputProcessor
 from lamella.engine.outputs import RequestOutput
@@ -56,10 +57,13 @@ class Engine:
     """One model and its KV cache. Several engines can live in one process. Any thread may call: calls queue, each waits
     for a step that runs at most.
 
-    Engine(config) or Engine(model=..., **engine_arguments).
+    Engine(config) or Engine(model=..., **engine_arguments). shows_progress: say on stderr what loading does where that
+    takes long; the log says it either way.
     """
 
-    def __init__(self, config: EngineConfig | None = None, **engine_arguments: Any) -> None:
+    def __init__(
+        self, config: EngineConfig | None = None, *, shows_progress: bool = False, **engine_arguments: Any
+    ) -> None:
         if config is not None and engine_arguments:
             raise TypeError("give either a config or engine arguments, not both")
         FORK_GUARD.check()
@@ -67,7 +71,7 @@ class Engine:
         self._turns = Turns()
         self.config = config if config is not None else EngineConfig(**engine_arguments)
         FORK_GUARD.arm()  # on the torch path there are threads, too
-        self._loaded: LoadedEngine | None = load_engine(self.config)
+        self._loaded: LoadedEngine | None = load_engine(self.config, shows_progress=shows_progress)
         self.config = dataclasses.replace(self.config, max_model_len=self._loaded.pool.max_model_len)
         self.max_model_len = self._loaded.pool.max_model_len
         self._outputs = OutputProcessor(self._loaded.tokenizer)
@@ -258,6 +262,11 @@ class Engine:
             peak_page_bytes={name: count * page_bytes[name] for name, count in peaks.items()},
             kv_cache=count_kv_cache(loaded.manager, hits),
         )
+
+    @in_turn
+    def running_tokens(self) -> RunningTokens:
+        """How far the running requests are; cheaper than `stats`."""
+        return self._require_open().scheduler.rows.running_tokens()
 
     @in_turn
     def kv_cache_report(self) -> str:

@@ -55,7 +55,7 @@ class LoadedEngine:
     runner: ModelRunner
 
 
-def load_engine(config: EngineConfig) -> LoadedEngine:
+def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> LoadedEngine:
     """Load tokenizer and weights side by side, then size the KV arena from what memory is left.
 
     Raises ConfigError, ModelLoadError or CapacityError before memory is taken, where that can be told.
@@ -80,7 +80,13 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="lamella-tokenizer") as pool:
         tokenizer_loading = pool.submit(load_tokenizer, tokenizer_source, cache_dir)
         weights = load_weights(
-            source, model_config, model.expected_shapes(), dtype=dtype, form=operators.weight_form, cache_dir=cache_dir
+            source,
+            model_config,
+            model.expected_shapes(),
+            dtype=dtype,
+            form=operators.weight_form,
+            cache_dir=cache_dir,
+            shows_progress=shows_progress,
         )
         tokenizer = tokenizer_loading.result()
     model.load({name: tensor.to(device) for name, tensor in weights.items()})

@@ -78,12 +78,13 @@ def usable_entry(path: Path) -> bool:
 
 
 @contextmanager
-def written_entry(path: Path, *, replaces_older: bool = True) -> Iterator[BinaryIO]:
+def written_entry(path: Path, *, sources: Sequence[Path] = (), replaces_older: bool = True) -> Iterator[BinaryIO]:
     """A file to write the entry at `path` into, by itself or by its name; it appears there, whole, when the block ends
     without an error.
 
-    replaces_older: entries of the same kind, made from an earlier state of the same files, are removed.
-    Raises OSError when the folder cannot be written, or is not the user's own.
+    sources: noted beside it, for whoever looks through the cache. replaces_older: entries of the same kind, made from
+    an earlier state of the same files, are removed. Raises OSError when the folder cannot be written, or is not the
+    user's own.
     """
     own_folder(path.parent)
     remove_abandoned(path.parent.parent)
@@ -91,7 +92,7 @@ def written_entry(path: Path, *, replaces_older: bool = True) -> Iterator[Binary
     try:
         with open(temp_name, "wb") as file:
             yield file
-        write_sum(path, content=Path(temp_name))
+        write_sum(path, content=Path(temp_name), sources=[str(source.resolve()) for source in sources])
         os.replace(temp_name, path)
         write_sum(path)
     except BaseException:
@@ -121,7 +122,7 @@ def remove_abandoned(cache_dir: Path) -> list[Path]:
     removed = []
     for part in cache_dir.glob(f"*/.*{PART_SUFFIX}"):
         with suppress(OSError):  # another's, or gone meanwhile
-            if _is_abandoned(part):
+            if is_abandoned(part):
                 part.unlink()
                 removed.append(part)
     if removed:
@@ -129,7 +130,8 @@ def remove_abandoned(cache_dir: Path) -> list[Path]:
     return removed
 
 
-def _is_abandoned(part: Path) -> bool:
+def is_abandoned(part: Path) -> bool:
+    """Whether no process writes it. Raises OSError where it cannot be opened."""
     handle = os.open(part, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
     try:
         return _lock(handle, blocking=False) is True

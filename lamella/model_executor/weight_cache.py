@@ -6,16 +6,14 @@ A mapped file costs no copy, and processes that load the same model share its pa
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.cache_folder import entry_path, usable_entry, written_entry
-from lamella.model_executor.checkpoint import Checkpoint
 from lamella.model_executor.safetensors_files import ALL_DTYPES, read_safetensors_header, write_safetensors_header
-from lamella.model_executor.weight_conversion import ParameterPlan
 from lamella.model_executor.weight_forms import StoredTensor, WeightForm
 
 logger = logging.getLogger(__name__)
@@ -52,18 +50,18 @@ def read_weight_entry(path: Path, stored: Mapping[str, StoredTensor]) -> dict[st
 
 def write_weight_entry(
     path: Path,
-    checkpoint: Checkpoint,
-    plans: Sequence[ParameterPlan],
+    pieces: Iterable[tuple[str, torch.Tensor]],
     stored: Mapping[str, StoredTensor],
-    form: WeightForm,
+    *,
+    sources: Sequence[Path] = (),
 ) -> None:
-    """Convert the parameters straight into a new file at `path`: `stored`, in that order, which is the plans'.
+    """Convert the parameters straight into a new file at `path`: `stored`, in that order, which is the pieces'.
 
-    Raises OSError when it cannot be written.
+    sources: the files that they come from. Raises OSError when it cannot be written.
     """
-    with written_entry(path) as file:
+    with written_entry(path, sources=sources) as file:
         write_safetensors_header(file, stored)
-        for _, part in form.pieces(checkpoint, plans):
+        for _, part in pieces:
             file.write(part.contiguous().view(torch.uint8).numpy().data)
 
 

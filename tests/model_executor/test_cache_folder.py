@@ -73,7 +73,9 @@ def conversions(monkeypatch):
     """One entry for each conversion from here on."""
     made = []
     write = loading.write_weight_entry
-    monkeypatch.setattr(loading, "write_weight_entry", lambda *args: (made.append(args[0]), write(*args)))
+    monkeypatch.setattr(
+        loading, "write_weight_entry", lambda *args, **options: (made.append(args[0]), write(*args, **options))
+    )
     return made
 
 
