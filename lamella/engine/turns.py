@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -18,14 +19,15 @@ class Turns:
 
     A plain lock is nearly always won by the thread that has just let go of it: a loop of steps would keep `abort` or
     `close` of another thread waiting until its last request ends. Here who waits holds the gate, so that the loop
-    queues behind it.
+    queues behind it. A KeyboardInterrupt that falls between two lines here can leave the lock with its thread, which
+    may go on; the end of its next call lets go of it.
     """
 
     __slots__ = ("_depth", "_gate", "_holder", "_lock")
 
     def __init__(self) -> None:
         self._gate = threading.Lock()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._holder: int | None = None
         self._depth = 0
 
@@ -41,7 +43,9 @@ class Turns:
         self._depth -= 1
         if not self._depth:
             self._holder = None
-            self._lock.release()
+            with contextlib.suppress(RuntimeError):  # once it is not this thread's any more
+                while True:
+                    self._lock.release()
 
 
 class TakesTurns(Protocol):

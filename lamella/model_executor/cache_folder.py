@@ -16,24 +16,18 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 from typing import BinaryIO
 
+from lamella.model_executor.cache_parts import locked_part, remove_abandoned
 from lamella.model_executor.cache_trust import distrust, own_folder
 from lamella.model_executor.checksums import SUM_SUFFIX, check_sum, write_sum
 
-try:
-    import fcntl
-except ImportError:  # Windows: nothing is locked, and so nothing is known to be abandoned
-    fcntl = None  # type: ignore[assignment]
-
 logger = logging.getLogger(__name__)
 
-PART_SUFFIX = ".part"
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 32
 _EDGE_BYTES = 1 << 16  # of a file's start, where headers are, and of its end
@@ -88,7 +82,7 @@ def written_entry(path: Path, *, sources: Sequence[Path] = (), replaces_older: b
     """
     own_folder(path.parent)
     remove_abandoned(path.parent.parent)
-    handle, temp_name = _locked_part(path)
+    handle, temp_name = locked_part(path)
     try:
         with open(temp_name, "wb") as file:
             yield file
@@ -115,56 +109,6 @@ def remove_entry(path: Path) -> None:
     for one in (path, sum_path(path)):
         with suppress(OSError):
             one.unlink()
-
-
-def remove_abandoned(cache_dir: Path) -> list[Path]:
-    """Remove the parts in `cache_dir` whose writer is gone; returns them."""
-    removed = []
-    for part in cache_dir.glob(f"*/.*{PART_SUFFIX}"):
-        with suppress(OSError):  # another's, or gone meanwhile
-            if is_abandoned(part):
-                part.unlink()
-                removed.append(part)
-    if removed:
-        logger.info("removed %d unfinished files that killed processes left in %s", len(removed), cache_dir)
-    return removed
-
-
-def is_abandoned(part: Path) -> bool:
-    """Whether no process writes it. Raises OSError where it cannot be opened."""
-    handle = os.open(part, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
-    try:
-        return _lock(handle, blocking=False) is True
-    finally:
-        os.close(handle)
-
-
-def _locked_part(path: Path) -> tuple[int, str]:
-    """(handle, name) of a new file that this process holds the lock of."""
-    while True:
-        handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=PART_SUFFIX, dir=path.parent)
-        try:
-            _lock(handle, blocking=True)
-            # Between the two calls above another process may have found it without a lock.
-            if os.path.exists(name) and os.path.samestat(os.stat(name), os.fstat(handle)):
-                return handle, name
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)
-
-
-def _lock(handle: int, *, blocking: bool) -> bool | None:
-    """Whether the lock is ours now; None where the file system has none."""
-    if fcntl is None:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def sum_path(path: Path) -> Path:

@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lamella.model_executor.cache_folder import PART_SUFFIX, is_abandoned, remove_entry, sum_path
+from lamella.model_executor.cache_folder import remove_entry, sum_path
+from lamella.model_executor.cache_parts import PART_SUFFIX, is_abandoned
 from lamella.model_executor.checksums import read_sum
 from lamella.model_executor.demo_models import DEMO_FOLDER, DEMO_PREFIX, demo_file_names
 

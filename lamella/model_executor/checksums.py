@@ -11,13 +11,13 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lamella.model_executor.cache_parts import locked_part
 from lamella.model_executor.cache_trust import distrust
 
 logger = logging.getLogger(__name__)
@@ -34,15 +34,16 @@ def write_sum(path: Path, *, content: Path | None = None, sources: Sequence[str]
     if noted is None:
         noted = {"sha256": content_digest(content or path), "sources": list(sources)}
     compared = {} if content is not None else {"boot_id": boot_id(), "state": _state(path)}
-    handle, temp_name = tempfile.mkstemp(prefix=".", suffix=SUM_SUFFIX, dir=path.parent)
+    handle, temp_name = locked_part(path)
     try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(noted | compared, file)
+        Path(temp_name).write_text(json.dumps(noted | compared))
         os.replace(temp_name, path.with_name(path.name + SUM_SUFFIX))
     except BaseException:
         with suppress(OSError):
             os.unlink(temp_name)
         raise
+    finally:
+        os.close(handle)
 
 
 def check_sum(path: Path) -> bool:

@@ -142,3 +142,22 @@ def test_a_thread_that_waits_is_next():
     with turns:
         assert has_had_its_turn.is_set()
     waiting.join()
+
+
+@pytest.mark.parametrize("is_noted", [False, True])
+def test_an_interrupt_inside_the_lock_keeps_nobody_out_after_the_next_call(is_noted):
+    """As left behind by an interrupt between two lines: the lock is taken, and who holds it is noted or not."""
+    turns, has_had_its_turn = Turns(), threading.Event()
+    turns._lock.acquire()
+    turns._holder = threading.get_ident() if is_noted else None
+    with turns:
+        pass
+
+    def wait_once():
+        with turns:
+            has_had_its_turn.set()
+
+    waiting = threading.Thread(target=wait_once, daemon=True)
+    waiting.start()
+    assert has_had_its_turn.wait(60)
+    waiting.join()

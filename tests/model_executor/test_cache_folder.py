@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import lamella
 from lamella import Engine
 from lamella.errors import ModelLoadError
-from lamella.model_executor import cache_folder, cache_trust, checksums, demo_models, loading
+from lamella.model_executor import cache_parts, cache_trust, checksums, demo_models, loading
 from lamella.model_executor.cache_folder import entry_path, written_entry
 from lamella.model_executor.loading import load_config, load_weights, resolve_model
 from tests.helpers.tiny_gemma import native_shapes, native_weights, save_tiny_gemma
@@ -147,7 +147,7 @@ def test_parts_of_killed_writers_go_and_those_of_living_ones_stay(load, model, c
 
 def test_a_part_that_was_taken_for_abandoned_before_it_was_locked_is_made_again(tmp_path, monkeypatch):
     taken = []
-    lock = cache_folder._lock
+    lock = cache_parts._lock
 
     def clean_first(handle, *, blocking):
         if blocking and not taken:
@@ -156,7 +156,7 @@ def test_a_part_that_was_taken_for_abandoned_before_it_was_locked_is_made_again(
             taken.append(part)
         return lock(handle, blocking=blocking)
 
-    monkeypatch.setattr(cache_folder, "_lock", clean_first)
+    monkeypatch.setattr(cache_parts, "_lock", clean_first)
     path = tmp_path / "cache" / "model" / "kind-1.json"
     with written_entry(path) as file:
         file.write(b"whole")
