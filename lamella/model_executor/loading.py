@@ -11,6 +11,8 @@ The last two are independent of each other and may run in two threads.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from lamella.model_executor.model_source import ModelSource, is_there, resolve_m
 from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS, parameter_shapes
 from lamella.model_executor.models.generation_config import GENERATION_CONFIG, GenerationConfig, read_generation_config
 from lamella.model_executor.models.registry import parse_config, parse_gguf_config
+from lamella.model_executor.progress import with_progress
 from lamella.model_executor.tokenizer import Tokenizer, load_tokenizer
 from lamella.model_executor.typed_fields import shown
 from lamella.model_executor.typed_json import read_json_object
@@ -107,6 +110,7 @@ def load_weights(
     dtype: torch.dtype,
     form: WeightForm = ROW_MAJOR,
     cache_dir: Path | None = None,
+    shows_progress: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The model's parameters by name: norms as float32 multipliers, everything else in `dtype` and `form`.
 
@@ -114,6 +118,7 @@ def load_weights(
     cache_dir: where a converted copy is kept (default: `default_cache_dir()`); a copy that is missing, stale or
     damaged is made anew, and a folder that cannot be written only costs a warning. The tensors may be views of a
     private memory map of a file: they can be written to, but the file must not be cut short meanwhile.
+    shows_progress: say on stderr how far a conversion is.
     Raises ConfigError for a dtype that is not float32, float16 or bfloat16, and ModelLoadError, before memory is
     taken, when the files cannot be read or do not fit `config`.
     """
@@ -132,16 +137,24 @@ def load_weights(
     checkpoint = _open(source)
     plans = plan_parameters(checkpoint, config, expected_shapes, dtype)
     stored = stored_tensors({plan.name: plan.shape for plan in plans}, dtype, form)
+    num_bytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in stored.values())
+    is_shown = shows_progress and num_bytes >= MIN_CACHED_BYTES
+
+    def pieces(label: str) -> Iterator[tuple[str, torch.Tensor]]:
+        logger.info("%s (%.1f GB) from %s", label, num_bytes / 1e9, source.folder)
+        made = form.pieces(checkpoint, plans)
+        return with_progress(made, label, num_bytes, lambda piece: piece[1].nbytes, is_shown=is_shown)
+
     if entry is not None:
         try:
-            write_weight_entry(entry, checkpoint, plans, stored, form)
+            write_weight_entry(entry, pieces("converting weights once"), stored, sources=source.paths)
             logger.info("converted weights written to %s", entry)
         except OSError as error:
             logger.warning("converted weights cannot be kept at %s (%s): each load will convert again", entry, error)
         else:
             if (weights := read_weight_entry(entry, stored)) is not None:
                 return weights
-    return collect(form.pieces(checkpoint, plans), stored)
+    return collect(pieces("loading weights"), stored)
 
 
 def _weight_entry(source: ModelSource, dtype: torch.dtype, form: WeightForm, cache_dir: Path) -> Path | None:

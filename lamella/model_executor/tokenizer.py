@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from lamella.errors import ModelLoadError, RequestError
-from lamella.model_executor.cache_folder import default_cache_dir, entry_path, written_entry
+from lamella.model_executor.cache_folder import default_cache_dir, entry_path, usable_entry, written_entry
 from lamella.model_executor.gguf_tokenizer import (
     TOKENIZER_ARRAYS,
     special_token_ids,
@@ -151,7 +151,7 @@ def load_tokenizer(source: ModelSource, cache_dir: Path | None = None) -> Tokeni
 def _from_gguf(path: Path, cache_dir: Path) -> Tokenizer:
     entry = entry_path(cache_dir, (path,), kind="tokenizer", format_version=FORMAT_VERSION, suffix=".json")
     backend = None
-    if entry.is_file():
+    if usable_entry(entry):
         try:
             backend = tokenizers.Tokenizer.from_file(str(entry))
         except Exception as error:  # the library raises nothing more specific
@@ -161,7 +161,7 @@ def _from_gguf(path: Path, cache_dir: Path) -> Tokenizer:
         document = tokenizer_json(header)
         backend = tokenizers.Tokenizer.from_str(document)
         try:
-            with written_entry(entry) as file:
+            with written_entry(entry, sources=(path,)) as file:
                 file.write(document.encode())
         except OSError as error:
             logger.warning("converted tokenizer cannot be kept at %s (%s): each load will convert again", entry, error)

@@ -6,16 +6,14 @@ A mapped file costs no copy, and processes that load the same model share its pa
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.cache_folder import entry_path, written_entry
-from lamella.model_executor.weight_conversion import ParameterPlan
+from lamella.model_executor.cache_folder import entry_path, usable_entry, written_entry
 from lamella.model_executor.weight_forms import StoredTensor, WeightForm
-from lamella.model_executor.weights.checkpoint import Checkpoint
 from lamella.model_executor.weights.safetensors_files import (
     ALL_DTYPES,
     read_safetensors_header,
@@ -34,8 +32,9 @@ def weight_entry_path(cache_dir: Path, files: Sequence[Path], dtype: torch.dtype
 
 
 def read_weight_entry(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor] | None:
-    """The tensors in `stored`, mapped from `path`; None when there is no such file or it is damaged."""
-    if not path.is_file():
+    """The tensors in `stored`, mapped from `path`; None when there is no such file, it is damaged, or somebody else
+    could have written it."""
+    if not usable_entry(path):
         return None
     try:
         entries = read_safetensors_header(path)
@@ -55,18 +54,18 @@ def read_weight_entry(path: Path, stored: Mapping[str, StoredTensor]) -> dict[st
 
 def write_weight_entry(
     path: Path,
-    checkpoint: Checkpoint,
-    plans: Sequence[ParameterPlan],
+    pieces: Iterable[tuple[str, torch.Tensor]],
     stored: Mapping[str, StoredTensor],
-    form: WeightForm,
+    *,
+    sources: Sequence[Path] = (),
 ) -> None:
-    """Convert the parameters straight into a new file at `path`: `stored`, in that order, which is the plans'.
+    """Convert the parameters straight into a new file at `path`: `stored`, in that order, which is the pieces'.
 
-    Raises OSError when it cannot be written.
+    sources: the files that they come from. Raises OSError when it cannot be written.
     """
-    with written_entry(path) as file:
+    with written_entry(path, sources=sources) as file:
         write_safetensors_header(file, stored)
-        for _, part in form.pieces(checkpoint, plans):
+        for _, part in pieces:
             file.write(part.contiguous().view(torch.uint8).numpy().data)
 
 

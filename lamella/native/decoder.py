@@ -84,7 +84,7 @@ class DecoderLayer:
             check_vector("sinks", sinks, num_heads)
         self.width = tail.width
         self.k_dim = k_dim
-        self.pages = pages
+        self.num_ids, self.num_slots = pages.num_ids, pages.num_slots
         self._kept = (weights, pages, visibility)  # their memory is what the addresses are of
         self._structure = _DecoderLayer(
             qkv_proj.structure,
@@ -151,10 +151,10 @@ def run_layers(layers: Sequence[DecoderLayer], steps: Sequence[LayerStep], x: Te
                 f"a step of {step.num_rows} tokens and {step.rotary_dim} rotated dimensions came with {num_rows} rows "
                 f"and heads of {layer.k_dim}"
             )
-        if step.stop_slot > layer.pages.num_slots or step.stop_id > layer.pages.num_ids:
+        if step.stop_slot > layer.num_slots or step.stop_id > layer.num_ids:
             raise InvariantError(
                 f"a step has slots up to {step.stop_slot - 1} and pages up to {step.stop_id - 1}; a layer's pages end "
-                f"with slot {layer.pages.num_slots - 1} of page {layer.pages.num_ids - 1}"
+                f"with slot {layer.num_slots - 1} of page {layer.num_ids - 1}"
             )
         check_rows("x", x, layer.width)
     check_rows("normed", normed, x.shape[1])

@@ -1,7 +1,7 @@
 """The compiled kernels: which build fits this processor, and how Python calls it.
 
 `setup.py` compiles `csrc/` once for each instruction set, where there is a compiler. Nothing here is needed to run:
-without a library `load_library` says why, and the torch path is taken.
+without a library `load_library` warns, and the torch path is taken.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,18 +72,40 @@ def library_path(build: str) -> Path:
 
 @functools.cache
 def load_library() -> NativeLibrary | None:
-    """The build for this processor, or None, with the reason in the log at level INFO."""
+    """The build for this processor, or None, with the reason, its cost and the remedy in the log at level WARNING, once
+    in the process."""
     if os.environ.get(SWITCH, "1") == "0":
-        logger.info("native kernels are switched off by %s=0", SWITCH)
+        _warn(f"they are switched off by {SWITCH}=0 in the environment", f"unset {SWITCH}")
         return None
     capability = torch.backends.cpu.get_cpu_capability()
     builds = BUILDS.get(capability, ())
+    if not builds:
+        _warn(
+            f"there are none for this processor ({platform.machine()}, {capability})",
+            "run on x86-64 with AVX2 or on 64-bit Arm",
+        )
+        return None
+    problems = []
     for build in builds:
         path = library_path(build)
         if path.is_file():
             try:
                 return NativeLibrary(path)
             except OSError as error:
-                logger.info("native kernels at %s cannot be loaded: %s", path, error)
-    logger.info("no native kernels for this processor (%s); they are built at installation by g++ or clang", capability)
+                problems.append(f"{path} cannot be loaded ({error})")
+        else:
+            problems.append(f"{path} is not there")
+    _warn(
+        f"{'; '.join(problems)}; they are compiled at installation where there is a C++ compiler",
+        f"install g++ or clang, and then lamella anew, or run: python {Path(__file__).with_name('build.py')}",
+    )
     return None
+
+
+def _warn(reason: str, remedy: str) -> None:
+    logger.warning(
+        "no native kernels: %s. The CPU runs on torch instead: linear layers take up to 2.5 times as long, results are "
+        "not the same bits in every batch, and there is no quantization. To get them: %s.",
+        reason,
+        remedy,
+    )

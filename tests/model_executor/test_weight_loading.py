@@ -251,8 +251,9 @@ def test_copy_of_an_older_checkpoint_is_replaced(cached, model):
     os.utime(folder / "model.safetensors", ns=(1, 1))
     found = load(folder, model, cache_dir=cache_dir)
     assert torch.equal(found["norm.weight"], torch.full((64,), 1.5))
-    (remaining,) = [path for path in cache_dir.rglob("*") if path.is_file()]
+    remaining, noted = sorted(path for path in cache_dir.rglob("*") if path.is_file())
     assert remaining != entry
+    assert noted.name == remaining.name + ".sum"
 
 
 def test_folder_that_cannot_be_written_costs_a_warning(folder, model, monkeypatch, caplog):
@@ -290,5 +291,6 @@ def test_two_loads_at_once_share_one_good_copy(folder, model, monkeypatch):
         loads = [pool.submit(load, folder, model, cache_dir=cache_dir) for _ in range(8)]
         for future in loads:
             assert_same(future.result(), native_weights(model))
-    (entry,) = [path for path in cache_dir.rglob("*") if path.is_file()]
+    entry, noted = sorted(path for path in cache_dir.rglob("*") if path.is_file())
+    assert noted.name == entry.name + ".sum"
     assert_same(load_file(entry), native_weights(model))

@@ -1,0 +1,117 @@
+"""How far `LLM.generate` is, in tokens: a long prompt moves it while it is read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from tqdm.auto import tqdm
+
+from lamella.engine.outputs import RequestOutput
+from lamella.model_executor.progress import BAR_SECONDS, Progress
+
+
+class RunningTokens(NamedTuple):
+    """Of the requests that run now: tokens of prompts that are computed or were cached, and tokens generated."""
+
+    num_in: int
+    num_out: int
+
+
+class GenerateProgress(Protocol):
+    def step(self, outputs: list[RequestOutput]) -> None:
+        """A step has finished the requests of `outputs`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def generate_progress(
+    most_tokens: Mapping[str, int],
+    use_tqdm: bool | Callable[..., tqdm[Any]],
+    running: Callable[[], RunningTokens],
+) -> GenerateProgress:
+    """most_tokens: of each request, prompt and output together, as many as it can have. use_tqdm: as in `generate`."""
+    if callable(use_tqdm):
+        return _GivenBar(use_tqdm, len(most_tokens), running)
+    return _Tokens(most_tokens, running) if use_tqdm else _Nothing()
+
+
+class _Nothing:
+    def step(self, outputs: list[RequestOutput]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Finished:
+    """Prompts, and tokens in and out, of what is finished."""
+
+    def __init__(self) -> None:
+        self.num_prompts = self.num_in = self.num_out = 0
+
+    def add(self, output: RequestOutput) -> None:
+        self.num_prompts += 1
+        self.num_in += len(output.prompt_token_ids)
+        self.num_out += sum(len(completion.token_ids) for completion in output.outputs)
+
+
+class _Tokens:
+    def __init__(self, most_tokens: Mapping[str, int], running: Callable[[], RunningTokens]) -> None:
+        self._most_left = dict(most_tokens)  # of what is not finished
+        self._num_left = sum(most_tokens.values())
+        self._num_prompts = len(most_tokens)
+        self._running = running
+        self._finished = _Finished()
+        self._progress = Progress("Generating", self._num_left, "tok", stream=sys.stderr)
+
+    def step(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            self._finished.add(output)
+            # Few requests generate as many tokens as they may: the end comes nearer.
+            self._num_left -= self._most_left.pop(output.request_id, 0)
+        if self._progress.is_due:
+            self._show(self._running())
+
+    def close(self) -> None:
+        self._show(RunningTokens(0, 0))
+        self._progress.close()
+
+    def _show(self, running: RunningTokens) -> None:
+        finished = self._finished
+        num_in, num_out = finished.num_in + running.num_in, finished.num_out + running.num_out
+        note = (
+            f"{finished.num_prompts} of {self._num_prompts} prompts finished, {num_in:,} prompt tokens read, "
+            f"{num_out:,} tokens generated"
+        )
+        total = finished.num_in + finished.num_out + self._num_left
+        self._progress.show(num_in + num_out, note, total)
+
+
+class _GivenBar:
+    """A bar of the caller's making counts prompts, as vLLM's does; what is said behind it moves with the tokens."""
+
+    def __init__(self, make: Callable[..., tqdm[Any]], num_prompts: int, running: Callable[[], RunningTokens]) -> None:
+        self._bar = make(total=num_prompts, desc="Generating", unit="prompt", dynamic_ncols=True)
+        self._running = running
+        self._finished = _Finished()
+        self._next_seconds = BAR_SECONDS
+
+    def step(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            self._finished.add(output)
+        seconds = self._bar.format_dict["elapsed"]
+        if outputs or seconds >= self._next_seconds:
+            self._next_seconds = seconds + BAR_SECONDS
+            running = self._running()
+            num_in, num_out = self._finished.num_in + running.num_in, self._finished.num_out + running.num_out
+            seconds = max(seconds, 1e-9)
+            rates = f"in {num_in / seconds:.1f} tok/s, out {num_out / seconds:.1f} tok/s"
+            self._bar.set_postfix_str(rates, refresh=not outputs)
+        for _ in outputs:
+            self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
