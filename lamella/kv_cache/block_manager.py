@@ -114,16 +114,16 @@ class HybridBlockManager(CommittingRows):
         held = list(dict.fromkeys([*held, *tree.resume_points.held(path[-1])]))
         tree.add_resume_point(path[-1], held)
         expectation = Expectation(path[-1], rank, match.num_tokens, num_bytes)
-        tree.expect(expectation)
+        tree.resume_points.expect(expectation)
         return expectation
 
     def rerank(self, expectation: Expectation, rank: int) -> None:
         """The waiting request will run sooner or later than was thought."""
-        self.tree.rerank(expectation, rank)
+        self.tree.resume_points.rerank(expectation, rank)
 
     def settle(self, expectation: Expectation) -> None:
         """The request waits no more."""
-        self.tree.settle(expectation)
+        self.tree.resume_points.settle(expectation)
 
     def begin(self, row: int, match: PrefixMatch, salt: Salt = None) -> bool:
         """Give an empty row the cached prefix of `match`: lock its nodes, own a copy of a partial block.
