@@ -69,6 +69,7 @@ setup(
         "jinja2>=3.1",
         "numpy>=1.26",
         "safetensors>=0.5",
+        "sortedcontainers>=2.4",
         "tokenizers>=0.21",
         "torch>=2.10",
         "tqdm>=4.66",

@@ -5,6 +5,7 @@
         --budget-requests 32 --systems lamella,split:0.8,hybrid-off --output-json results.json --plot results.png
     python benchmarks/benchmark_kv_replay.py --decode-only 256 --context 8192 --steps 1000 --layout gpt-oss-20b
     python benchmarks/benchmark_kv_replay.py --prompt-cost 10000 --layout gpt-oss-20b
+    python benchmarks/benchmark_kv_replay.py --prompt-cost 1000 --siblings 100 --siblings 1000 --siblings 10000
 
 Options that may be given several times make the table larger: every combination is run.
 """
@@ -58,6 +59,8 @@ from lamella.errors import ConfigError, LamellaError
 @click.option("--steps", type=click.IntRange(min=1), default=1000, help="steps of --decode-only")
 @click.option("--prompt-cost", type=click.IntRange(min=1),
               help="no trace: host time of taking in prompts of so many tokens, 20 of them, one by one")  # fmt: skip
+@click.option("--siblings", type=click.IntRange(min=0), multiple=True,
+              help="of --prompt-cost: so many cached prompts that begin with the same token")  # fmt: skip
 @click.option("--repeats", type=click.IntRange(min=1), default=1,
               help="runs of each system in --decode-only and --prompt-cost, in turns with the others")  # fmt: skip
 @click.option("--jobs", "num_processes", type=click.IntRange(min=1), default=1,
@@ -67,7 +70,7 @@ from lamella.errors import ConfigError, LamellaError
 @click.option("--plot", "plot_file", type=click.Path(), help="PNG file for a plot of the replays")
 def main(traces, trace_dir, num_requests, skip_requests, scale, max_total, sessions, layouts, budgets, policies,
          systems, vllm_python, page_size, intervals, max_num_seqs, max_num_batched_tokens, decode_only, context, steps,
-         prompt_cost, repeats, num_processes, output_json, plot_file) -> None:  # fmt: skip
+         prompt_cost, siblings, repeats, num_processes, output_json, plot_file) -> None:  # fmt: skip
     is_replay = decode_only is None and prompt_cost is None
     if decode_only is not None and prompt_cost is not None:
         raise click.UsageError("--decode-only and --prompt-cost are runs of their own; give one of them")
@@ -75,6 +78,8 @@ def main(traces, trace_dir, num_requests, skip_requests, scale, max_total, sessi
         raise click.UsageError("--trace-dir is needed: the folder that holds the trace files")
     if is_replay and repeats > 1:
         raise click.UsageError("--repeats is for --decode-only and --prompt-cost: a replay's figures do not vary")
+    if siblings and prompt_cost is None:
+        raise click.UsageError("--siblings is for --prompt-cost")
     if not is_replay and num_processes > 1:
         raise click.UsageError("--jobs is for replays: host times are of use only where nothing else runs")
     if not is_replay and plot_file is not None:
@@ -103,8 +108,9 @@ def main(traces, trace_dir, num_requests, skip_requests, scale, max_total, sessi
             sizes = DecodeSizes(num_requests=decode_only, context_tokens=context, num_steps=steps)
             jobs, report = decode_jobs(HostTable(repeats=repeats, **shared), sizes), decode_report
         elif prompt_cost is not None:
-            sizes = PromptSizes(num_prompt_tokens=prompt_cost)
-            jobs, report = prompt_jobs(HostTable(repeats=repeats, **shared), sizes), prompt_report
+            table = HostTable(repeats=repeats, **shared)
+            sizes = [PromptSizes(num_prompt_tokens=prompt_cost, num_siblings=one) for one in siblings or (0,)]
+            jobs, report = [job for one in sizes for job in prompt_jobs(table, one)], prompt_report
         else:
             table = ReplayTable(
                 traces=_distinct(traces), trace_dir=trace_dir, num_requests=num_requests, skip_requests=skip_requests,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import numpy as np
 
@@ -103,18 +103,23 @@ class Admission:
             has_spare_room = num_bytes + self._expected_bytes_of_others(match) <= arena_bytes(manager)
         return fits and (has_spare_room or not self._should_wait(len(running), num_waiting))
 
-    def finds_more_later(self, request: Request, match: PrefixMatch, rows: Iterable[int]) -> bool:
+    def finds_more_later(self, request: Request, match: PrefixMatch, rows: Collection[int]) -> bool:
         """Whether the request would find at least a block more of its prompt once what these rows compute is in
         the cache; or what it finds is pending."""
-        manager, tokens = self._manager, request.token_ids
+        manager, known, tokens = self._manager, self._rows, request.token_ids
         if not manager.enable_prefix_caching:
             return False
+        if not manager.tree.pending.isdisjoint(match.path):
+            return True
         length = match.num_tokens + manager.page_tokens
-        return not manager.tree.pending.isdisjoint(match.path) or any(
-            length <= min(len(tokens), int(self._rows.num_tokens[row]))
-            and self._rows.request(row).salt == request.salt
-            and np.array_equal(self._rows.tokens[row, :length], tokens[:length])
-            for row in rows
+        if length > len(tokens):
+            return False
+        candidates = np.fromiter(rows, np.int64, len(rows))
+        is_alike = known.tokens[candidates, length - 1] == tokens[length - 1]  # few are, and only those are compared
+        is_alike &= known.num_tokens[candidates] >= length
+        return any(
+            known.request(row).salt == request.salt and np.array_equal(known.tokens[row, :length], tokens[:length])
+            for row in candidates[is_alike].tolist()
         )
 
     def _wanted_pages(self, request: Request, match: PrefixMatch, running: list[int]) -> list[int]:

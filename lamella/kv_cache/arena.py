@@ -139,6 +139,15 @@ class Arena:
         else:
             self._list(group, slab)
 
+    def can_compact(self, group: int) -> bool:
+        """Whether `compact` finds moves for `group`, if no page is immovable."""
+        return self.slab_quota is None and any(
+            other != group and num_free >= pages_per_slab
+            for other, (num_free, pages_per_slab) in enumerate(
+                zip(self._num_partial_pages, self._pages_per_slab, strict=True)
+            )
+        )
+
     def compact(self, group: int, *, immovable: Iterable[int] = (), max_moved_share: float = 1.0) -> list[Move] | None:
         """Empty one partly used slab of another group, so that `group` can take it.
 
@@ -159,7 +168,7 @@ class Arena:
         immovable pages, f <= p - 1 or every partly used slab of the group has one, so f <= n * (p - 1) for n slabs
         that have any.
         """
-        if self.slab_quota is not None:
+        if not self.can_compact(group):
             return None
         fixed_slabs = {page // self.layout.slab_units for page in immovable}
         best: tuple[int, int, int] | None = None  # units to move, group, slab

@@ -114,16 +114,16 @@ class HybridBlockManager(CommittingRows):
         held = list(dict.fromkeys([*held, *tree.resume_points.held(path[-1])]))
         tree.add_resume_point(path[-1], held)
         expectation = Expectation(path[-1], rank, match.num_tokens, num_bytes)
-        tree.expect(expectation)
+        tree.resume_points.expect(expectation)
         return expectation
 
     def rerank(self, expectation: Expectation, rank: int) -> None:
         """The waiting request will run sooner or later than was thought."""
-        self.tree.rerank(expectation, rank)
+        self.tree.resume_points.rerank(expectation, rank)
 
     def settle(self, expectation: Expectation) -> None:
         """The request waits no more."""
-        self.tree.settle(expectation)
+        self.tree.resume_points.settle(expectation)
 
     def begin(self, row: int, match: PrefixMatch, salt: Salt = None) -> bool:
         """Give an empty row the cached prefix of `match`: lock its nodes, own a copy of a partial block.
@@ -156,8 +156,8 @@ class HybridBlockManager(CommittingRows):
             self.first_kept[group, row] = first
             for block in range(first, num_whole):
                 node = match.path[block]
-                self._count_owned(group, +int(tree.refs[group, node] == 0))
-                self.tables[group, row, block] = tree.lock(group, node)
+                self._count_owned(group, +int(tree.refs_at[group][node] == 0))
+                self._pages_at[group][row][block] = tree.lock(group, node)
         junction = match.num_structural_tokens // self.page_tokens * self.page_tokens
         self._junction[row] = junction if junction > match.num_tokens else -1
         if match.num_replayed_tokens and not self._begin_replay(row, match):
@@ -200,14 +200,14 @@ class HybridBlockManager(CommittingRows):
         """Own the block that the hit ends in, in every group, and plan to copy its first part."""
         source = match.tail_node
         for group in range(self.num_groups):
-            self._count_owned(group, +int(self.tree.refs[group, source] == 0))
+            self._count_owned(group, +int(self.tree.refs_at[group][source] == 0))
             self.tree.lock(group, source)
         block = len(match.path)
         if not self._extend(row, block + 1):
             for group in range(self.num_groups):
                 self._unlock(group, source)
             return False
-        self.copies[row] = [(group, source, int(self.tables[group, row, block])) for group in range(self.num_groups)]
+        self.copies[row] = [(group, source, pages[row][block]) for group, pages in enumerate(self._pages_at)]
         return True
 
     def planned_copies(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -215,17 +215,12 @@ class HybridBlockManager(CommittingRows):
         step is in flight, those that there are are that step's."""
         if not self.copies or self.in_flight:
             return [(_NO_PAGES, _NO_PAGES)] * self.num_groups
-        per_group = []
-        for group in range(self.num_groups):
-            pairs = [
-                (int(self.tree.page[group, source]), target)
-                for copies in self.copies.values()
-                for owner, source, target in copies
-                if owner == group
-            ]
-            array = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-            per_group.append((array[:, 0], array[:, 1]))
-        return per_group
+        pairs: list[list[tuple[int, int]]] = [[] for _ in range(self.num_groups)]
+        for copies in self.copies.values():
+            for group, source, target in copies:
+                pairs[group].append((self.tree.page_at[group][source], target))
+        arrays = (np.array(one, dtype=np.int64).reshape(-1, 2) for one in pairs)
+        return [(array[:, 0], array[:, 1]) for array in arrays]
 
     # Growing and sliding
 

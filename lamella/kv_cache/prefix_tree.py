@@ -32,10 +32,9 @@ import numpy as np
 
 from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.child_index import NO_NODE, ChildIndex
-from lamella.kv_cache.expectations import Expectation, Expectations
-from lamella.kv_cache.prefix_match import NO_MATCH, PrefixMatch
+from lamella.kv_cache.prefix_match import NO_MATCH, PrefixMatch, longest_resume
 from lamella.kv_cache.resume_points import Page, ResumePoints
-from lamella.kv_cache.spec import KVCacheSpec, ceil_div
+from lamella.kv_cache.spec import KVCacheSpec
 
 Salt = str | None
 
@@ -68,8 +67,8 @@ class PrefixTree:
         self._index = ChildIndex(self._is_source)
         # Nodes whose contents the step in preparation will compute: shared as whole blocks, never copied from.
         self.pending: set[int] = set()
-        self.expected = Expectations()
-        self.resume_points = ResumePoints(self.expected)
+        self.resume_points = ResumePoints()
+        self.expected = self.resume_points.expected
         self.spare: OrderedDict[Page, None] = OrderedDict()  # oldest first
 
     def continue_totals(self, before: PrefixTree) -> None:
@@ -115,6 +114,10 @@ class PrefixTree:
     def child(self, parent: int, tokens: bytes) -> int:
         """The node for a block (its int32 token ids as bytes) under `parent`, or NO_NODE."""
         return self._index.child(parent, tokens)
+
+    def end_of(self, node: int) -> int:
+        """The position after the node's last token."""
+        return self._end_at[node]
 
     def nodes(self) -> Iterator[int]:
         return iter(self._index)
@@ -184,33 +187,20 @@ class PrefixTree:
         )
 
     def _longest_resume(self, nodes: list[int], limit: int) -> int:
-        """Largest h <= limit such that in every windowed group each block that meets
-        [first_needed(h), h) is live, and so is the block that h lies inside of: who resumes there takes
-        a copy of it, and a block with unwritten positions must never enter the tree."""
-        page_tokens = self.page_tokens
-        position = limit
-        live = {group: self.page[group, nodes] != NULL_PAGE for group in self.windowed_groups} if nodes else {}
-        settled = False
-        while position > 0 and not settled:
-            settled = True
-            for group, alive in live.items():
-                first = min(self.specs[group].first_needed(position), position // page_tokens * page_tokens)
-                low, high = first // page_tokens, ceil_div(position, page_tokens)
-                dead = np.flatnonzero(~alive[low:high])
-                if len(dead):
-                    # No position inside or after the dead block will do, its end excepted: there a
-                    # chunk of chunked-local attention may start, which needs nothing.
-                    block = low + int(dead[-1])
-                    end = (block + 1) * page_tokens
-                    position = end if end < position else block * page_tokens
-                    settled = False
-        return position
+        """Of the positions up to `limit` the last where a request can resume after `nodes`."""
+        if not nodes:
+            return limit
+        live = [(self.specs[group], self.page[group, nodes] != NULL_PAGE) for group in self.windowed_groups]
+        return longest_resume(live, limit, self.page_tokens)
 
     # Building
 
-    def insert(self, parent: int, tokens: bytes) -> int:
-        """A new node under `parent`, without pages. The caller gives it pages, references or a pin at once."""
+    def insert(self, parent: int, tokens: bytes, *, is_pending: bool = False) -> int:
+        """A new node under `parent`, without pages. The caller gives it pages, references or a pin at once.
+        is_pending: the step in preparation will compute its contents."""
         node = self._new_row()
+        if is_pending:
+            self.pending.add(node)
         self._parent_at[node] = parent
         self._end_at[node] = self._end_at[parent] + len(tokens) // 4
         self._num_children_at[parent] += 1
@@ -322,7 +312,7 @@ class PrefixTree:
         """Remove the node if it has no reason to exist, then its ancestors likewise."""
         if self._num_children_at[node]:
             return
-        while node in self._index and not self._is_used(node):
+        while self._parent_at[node] != NO_NODE and not self._is_used(node):  # a root has none
             if node in self.resume_points:
                 self.resume_points.note_unused(node)
                 return
@@ -344,7 +334,13 @@ class PrefixTree:
 
     def _is_used(self, node: int) -> bool:
         """Whether a child, a row that goes on there, or a reference keeps the node."""
-        return bool(self._num_children_at[node] or self._pins_at[node] or any(refs[node] for refs in self.refs_at))
+        if self._num_children_at[node] or self._pins_at[node]:
+            return True
+        # Asked often, and `any` would take twice as long.
+        for refs in self.refs_at:  # noqa: SIM110
+            if refs[node]:
+                return True
+        return False
 
     def _recycle(self, node: int) -> None:
         self._parent_at[node] = NO_NODE
@@ -362,9 +358,7 @@ class PrefixTree:
             assert self.page_at[group][held] != NULL_PAGE, "a resume point holds live pages only"
             self._holds_at[group][held] += 1
             self.spare.pop((group, held), None)
-        previous = self.resume_points.pop(node) if node in self.resume_points else []
-        self.resume_points.put(node, window_nodes)
-        self._let_go(previous)
+        self._let_go(self.resume_points.replace(node, window_nodes))
 
     def drop_resume_point(self, node: int) -> None:
         """Give up the resume point at `node`, if there is one and no waiting request expects it."""
@@ -387,22 +381,6 @@ class PrefixTree:
         """A whole block (token ids as bytes) under `parent` is kept: so much for the short ones it begins with."""
         for node in self._index.beginnings(parent, block):
             self.resume_points.pass_by(node)
-
-    # What waiting requests expect
-
-    def expect(self, expectation: Expectation) -> None:
-        """A waiting request counts on the resume point at the expectation's node, which there is."""
-        self.expected.add(expectation)
-        self.resume_points.reorder(expectation.node)
-
-    def rerank(self, expectation: Expectation, rank: int) -> None:
-        self.expected.rerank(expectation, rank)
-        self.resume_points.reorder(expectation.node)
-
-    def settle(self, expectation: Expectation) -> None:
-        """The request waits no more."""
-        self.expected.settle(expectation)
-        self.resume_points.reorder(expectation.node)
 
     # Eviction
 
@@ -445,7 +423,6 @@ class PrefixTree:
         return False
 
     def _evict(self, chosen: int) -> None:
-        self.expected.disappoint(chosen)
         held = self.resume_points.pop(chosen)
         parent = self._parent_at[chosen]
         if not self.windowed_groups and parent in self._index and parent not in self.resume_points:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from sortedcontainers import SortedList
 
-from lamella.kv_cache.expectations import Expectations
+from lamella.kv_cache.expectations import Expectation, Expectations
 from lamella.kv_cache.sibling_trie import NO_NODE
 
 Page = tuple[int, int]  # (group, node) of a windowed page
@@ -52,8 +52,8 @@ class EvictionOrder:
 class ResumePoints:
     """By the node they end at. Costs do not grow with their number, but for iteration: least recently used first."""
 
-    def __init__(self, expected: Expectations) -> None:
-        self._expected = expected
+    def __init__(self) -> None:
+        self.expected = Expectations()
         self._held: dict[int, list[Page]] = {}
         self._last_use: dict[int, int] = {}
         self._latest = self._earliest = 0
@@ -86,7 +86,17 @@ class ResumePoints:
         self._line_up(node)
 
     def pop(self, node: int) -> list[Page]:
-        """Forget the one at `node`, which there is; what it held."""
+        """Forget the one at `node`, which there is, for good; what it held."""
+        self.expected.disappoint(node)
+        return self._take_out(node)
+
+    def replace(self, node: int, held: list[Page]) -> list[Page]:
+        """`put`, where there may be one already: what that held."""
+        previous = self._take_out(node) if node in self._held else []
+        self.put(node, held)
+        return previous
+
+    def _take_out(self, node: int) -> list[Page]:
         held = self.strip(node)
         del self._held[node], self._last_use[node]
         self._all.discard(node)
@@ -105,6 +115,23 @@ class ResumePoints:
             self._with_windows.discard(node)
         return held
 
+    # What waiting requests expect
+
+    def expect(self, expectation: Expectation) -> None:
+        """A waiting request counts on the one at the expectation's node, which there is."""
+        self.expected.add(expectation)
+        self._reorder(expectation.node)
+
+    def rerank(self, expectation: Expectation, rank: int) -> None:
+        """The waiting request will run at another time than was thought."""
+        self.expected.rerank(expectation, rank)
+        self._reorder(expectation.node)
+
+    def settle(self, expectation: Expectation) -> None:
+        """The request waits no more."""
+        self.expected.settle(expectation)
+        self._reorder(expectation.node)
+
     # Their order
 
     def touch(self, node: int) -> None:
@@ -112,20 +139,14 @@ class ResumePoints:
         if node in self._held:
             self._latest += 1
             self._last_use[node] = self._latest
-            self.reorder(node)
+            self._reorder(node)
 
     def pass_by(self, node: int) -> None:
         """The one at `node`, if there is one, is the first to go."""
         if node in self._held:
             self._earliest -= 1
             self._last_use[node] = self._earliest
-            self.reorder(node)
-
-    def reorder(self, node: int) -> None:
-        """Whether it is expected, or when it is needed, may have changed."""
-        for order in self._orders():
-            if node in order:
-                order.put(node, self._worth(node))
+            self._reorder(node)
 
     def first(self) -> int:
         """The one to go first, or NO_NODE; it may be set aside."""
@@ -162,6 +183,12 @@ class ResumePoints:
         for node in self._set_aside.pop(page, ()):
             self._line_up(node)
 
+    def _reorder(self, node: int) -> None:
+        """When it was used last, whether it is expected, or when it is needed, may have changed."""
+        for order in (self._all,) if self._with_windows is None else (self._all, self._with_windows):
+            if node in order:
+                order.put(node, self._worth(node))
+
     def _line_up(self, node: int) -> None:
         worth = self._worth(node)
         self._all.put(node, worth)
@@ -169,9 +196,6 @@ class ResumePoints:
             self._with_windows.put(node, worth)
 
     def _worth(self, node: int) -> _Worth:
-        if node in self._expected:
-            return (True, *self._expected.turn(node), node)
+        if node in self.expected:
+            return (True, *self.expected.turn(node), node)
         return False, self._last_use[node], 0, node
-
-    def _orders(self) -> tuple[EvictionOrder, ...]:
-        return (self._all,) if self._with_windows is None else (self._all, self._with_windows)

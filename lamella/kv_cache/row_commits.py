@@ -17,6 +17,10 @@ def block_key(tokens: np.ndarray) -> bytes:
     return tokens.tobytes() if tokens.dtype == np.int32 else tokens.astype(np.int32).tobytes()
 
 
+# Fewer new blocks are entered one by one: arrays cost more than they save.
+FEWEST_BLOCKS_AT_ONCE = 6
+
+
 class CommittingRows(RowPages):
     """See HybridBlockManager."""
 
@@ -120,6 +124,10 @@ class CommittingRows(RowPages):
     def _commit_new_blocks(self, row: int, blocks: list[bytes], *, is_pending: bool = False) -> None:
         """`_commit_block` for the row's next blocks, the first of which the tree has not: so it has none of them."""
         tree, parent, first = self.tree, self._frontier_at[row], self._num_committed_at[row]
+        if len(blocks) < FEWEST_BLOCKS_AT_ONCE:
+            for block, key in enumerate(blocks, start=first):
+                self._commit_block(row, block, key, is_pending=is_pending)
+            return
         nodes = tree.insert_chain(parent, blocks)
         pages = self.tables[:, row, first : first + len(nodes)]
         is_exact = np.arange(first, first + len(nodes)) >= self.scratch_end[:, row, None]
@@ -133,14 +141,15 @@ class CommittingRows(RowPages):
         self.nodes[row, first : first + len(nodes)] = nodes
         self._num_committed_at[row] = first + len(nodes)
 
-    def _commit_block(self, row: int, block: int, key: bytes) -> None:
+    def _commit_block(self, row: int, block: int, key: bytes, *, is_pending: bool = False) -> None:
         """Hand the block to the tree. Where the tree has it already, take the tree's pages for our own;
-        where the tree's node is a tombstone, ours revive it. Either way the row holds references."""
+        where the tree's node is a tombstone, ours revive it. Either way the row holds references.
+        is_pending: the block is new, and the step in preparation will compute it."""
         tree = self.tree
         parent = self._frontier_at[row]
         node = tree.child(parent, key)
         if node == NO_NODE:
-            node = tree.insert(parent, key)
+            node = tree.insert(parent, key, is_pending=is_pending)
         tree.pin(node)
         tree.unpin(parent)
         self._frontier_at[row] = node
@@ -162,7 +171,7 @@ class CommittingRows(RowPages):
             self.given_up.append((group, page))
         else:
             self.arena.free(group, page)
-        self._count_owned(group, -int(tree.refs[group, node] != 0))
+        self._count_owned(group, -int(tree.refs_at[group][node] != 0))
         pages[block] = tree.lock(group, node)
         self._stamp(group, row)
 
@@ -174,16 +183,18 @@ class CommittingRows(RowPages):
         tree = self.tree
         if tree.windowed_groups and not self.retention.keeps_ends:
             return
-        node = int(self.nodes[row, last_block - 1])
-        end = int(tree.end[node])
+        node = self._nodes_at[row][last_block - 1]
+        end = tree.end_of(node)
         held: list[tuple[int, int]] = []
         for group in tree.windowed_groups:
-            spec = tree.specs[group]
-            needed = spec.first_needed(end) // self.page_tokens if spec.first_needed(end) < end else last_block
+            spec, pages = tree.specs[group], tree.page_at[group]
+            first_needed = spec.first_needed(end)
+            needed = first_needed // self.page_tokens if first_needed < end else last_block
             wanted = spec.first_needed(max(0, since - self.page_tokens)) // self.page_tokens
-            path = self.nodes[row, min(wanted, needed) : last_block]
-            live = tree.page[group, path] != NULL_PAGE
-            if not live[len(path) - (last_block - needed) :].all():
-                return
-            held += [(group, held_node) for held_node in path[live].tolist()]
+            first = min(wanted, needed)
+            for block, held_node in enumerate(self._nodes_at[row][first:last_block].tolist(), start=first):
+                if pages[held_node] != NULL_PAGE:
+                    held.append((group, held_node))
+                elif block >= needed:
+                    return
         tree.add_resume_point(node, held)

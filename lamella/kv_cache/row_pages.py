@@ -319,7 +319,7 @@ class RowPages:
 
         in_hand: (group, start, pages) that are allocated but in no table yet.
         """
-        if self.in_flight:
+        if self.in_flight or not self.arena.can_compact(group):
             return False
         immovable = [target for copies in self.copies.values() for _, _, target in copies]
         for _, _, pages in in_hand:

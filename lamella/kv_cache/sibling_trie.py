@@ -51,10 +51,10 @@ _Age = tuple[int, int]  # (when it was added, node)
 class _Leaf:
     """A child. prefix: all of its block."""
 
-    __slots__ = ("age", "is_source", "prefix")
+    __slots__ = ("above", "age", "is_source", "prefix")
 
-    def __init__(self, prefix: bytes, age: _Age) -> None:
-        self.prefix, self.age, self.is_source = prefix, age, False
+    def __init__(self, prefix: bytes, age: _Age, above: _Branch) -> None:
+        self.prefix, self.age, self.above, self.is_source = prefix, age, above, False
 
     @property
     def oldest_source(self) -> _Age | None:
@@ -63,12 +63,12 @@ class _Leaf:
 
 class _Branch:
     """following: what begins with `prefix`, by the token after it; under b"" the child whose block ends there.
-    sources: the oldest source of each of those that have any, oldest first."""
+    sources: the oldest source of each of those that have any, oldest first. above: None for the root."""
 
-    __slots__ = ("following", "prefix", "sources")
+    __slots__ = ("above", "following", "prefix", "sources")
 
-    def __init__(self, prefix: bytes) -> None:
-        self.prefix = prefix
+    def __init__(self, prefix: bytes, above: _Branch | None) -> None:
+        self.prefix, self.above = prefix, above
         self.following: dict[bytes, _Branch | _Leaf] = {}
         self.sources = SortedList()
 
@@ -86,7 +86,7 @@ class SiblingTrie:
     """No two blocks are equal. Costs grow with the tokens of a block, not with the number of children."""
 
     def __init__(self) -> None:
-        self._root = _Branch(b"")
+        self._root = _Branch(b"", None)
         self._leaves: dict[int, _Leaf] = {}
         self._num_added = 0
 
@@ -95,29 +95,29 @@ class SiblingTrie:
 
     def add(self, node: int, block: bytes) -> None:
         """A child that is no source yet."""
-        leaf = self._leaves[node] = _Leaf(block, (self._num_added, node))
-        self._num_added += 1
         path, end = self._way_to(block)
         common = num_common_bytes(block, (end or path[-1]).prefix)
         above = next(branch for branch in reversed(path) if len(branch.prefix) <= common)
+        leaf = self._leaves[node] = _Leaf(block, (self._num_added, node), above)
+        self._num_added += 1
         key = above.key(block)
         below = above.following.get(key)
         if below is None:
             above.following[key] = leaf
             return
-        between = above.following[key] = _Branch(block[:common])
+        between = above.following[key] = below.above = leaf.above = _Branch(block[:common], above)
         between.following = {between.key(below.prefix): below, between.key(block): leaf}
         if below.oldest_source is not None:
             between.sources.add(below.oldest_source)
 
     def remove(self, node: int) -> None:
         self.set_source(node, False)
-        block = self._leaves.pop(node).prefix
-        path, _ = self._way_to(block)
-        branch = path.pop()
-        del branch.following[branch.key(block)]
-        if path and len(branch.following) == 1:  # nothing parts here any more
-            (path[-1].following[path[-1].key(block)],) = branch.following.values()
+        leaf = self._leaves.pop(node)
+        branch, above = leaf.above, leaf.above.above
+        del branch.following[branch.key(leaf.prefix)]
+        if above is not None and len(branch.following) == 1:  # nothing parts here any more
+            (below,) = branch.following.values()
+            above.following[above.key(leaf.prefix)], below.above = below, above
 
     def is_source(self, node: int) -> bool:
         return self._leaves[node].is_source
@@ -130,8 +130,8 @@ class SiblingTrie:
         before = leaf.oldest_source
         leaf.is_source = is_source
         after = leaf.oldest_source
-        path, _ = self._way_to(leaf.prefix)
-        for branch in path[:0:-1]:  # without the root: nobody asks for what has nothing in common
+        branch = leaf.above
+        while branch.above is not None:  # up to the root, whose sources need have nothing in common with a block
             was_oldest = branch.oldest_source
             if before is not None:
                 branch.sources.remove(before)
@@ -140,6 +140,7 @@ class SiblingTrie:
             before, after = was_oldest, branch.oldest_source
             if before == after:
                 return
+            branch = branch.above
 
     def closest(self, block: bytes, most_tokens: int) -> Closest:
         """What has most in common with `block`, where more than `most_tokens` of it are of no use."""

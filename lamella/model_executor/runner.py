@@ -199,8 +199,13 @@ class ModelRunner:
 
     def _copy(self, group: int, src_pages: np.ndarray, dst_pages: np.ndarray) -> None:
         """All layers of the group at once."""
-        page_bytes = self.layout.groups[group].page_bytes
-        num_ids = (self.arena.numel() - page_bytes) // self.layout.unit_bytes + 1
-        pages = self.arena.as_strided((num_ids, page_bytes), (self.layout.unit_bytes, 1))
+        page_bytes, unit_bytes = self.layout.groups[group].page_bytes, self.layout.unit_bytes
+        num_ids = (self.arena.numel() - page_bytes) // unit_bytes + 1
+        # Byte by byte it would take six times as long.
+        word = next(
+            word for word in (torch.int64, torch.int32, torch.int16, torch.uint8) if unit_bytes % word.itemsize == 0
+        )
+        words = self.arena[: self.arena.numel() // word.itemsize * word.itemsize].view(word)
+        pages = words.as_strided((num_ids, page_bytes // word.itemsize), (unit_bytes // word.itemsize, 1))
         sources = to_device(src_pages, self.arena.device)
         pages[to_device(dst_pages, self.arena.device)] = pages[sources]

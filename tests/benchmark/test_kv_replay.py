@@ -174,6 +174,10 @@ def test_prompts_are_taken_in_alone_and_whole():
     assert cost.prompts == 5
     assert 0 < max(cost.add_us_p50, cost.schedule_us_p50, cost.update_us_p50) < cost.total_us_p50
     assert 0 < cost.cache_us_p50 < cost.schedule_us_p50 + cost.update_us_p50
+    beside = build_scheduler(LAMELLA, specs, limits, budget_bytes=2**30, max_model_len=208)
+    cost = drive.prompt_cost(beside, num_prompt_tokens=200, num_prompts=5, num_siblings=7, budget_bytes=2**30)
+    # All but the first sibling find the one token that all begin with.
+    assert (cost.prompts, beside.counters().num_cached_tokens) == (5, 6 + 5)
     smaller = build_scheduler(LAMELLA, specs, replace(limits, max_num_batched_tokens=64), budget_bytes=2**30,
                               max_model_len=208)  # fmt: skip
     with pytest.raises(CapacityError, match="64 of a prompt's 200 tokens"):

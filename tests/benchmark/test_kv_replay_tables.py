@@ -133,7 +133,8 @@ def test_vllm_s_prompt_times_are_read_like_lamella_s(tmp_path):
     # Totals are 9, 12 and 6.
     assert (cost.prompts, *parts, cost.total_us_p50, cost.total_us_min) == pytest.approx((3, 2, 5, 2, 9, 6))
     asked = json.loads((tmp_path / "job.json").read_text())
-    assert asked["prompt_cost"] == {"num_prompt_tokens": 10_000, "num_prompts": 20, "num_output_tokens": 2}
+    assert asked["prompt_cost"].items() >= {"num_prompt_tokens": 10_000, "num_prompts": 20, "num_siblings": 0}.items()
+    assert asked["prompt_cost"]["num_output_tokens"] == 2
     assert asked["max_num_batched_tokens"] == 10_000
 
 
@@ -203,6 +204,10 @@ def test_command_measures_host_time(tmp_path):
     prompts = invoke("--prompt-cost", "100")
     assert prompts.exit_code == 0, prompts.output
     assert "| prompts of 100 | gpt-oss-20b | lamella | 16 | 1 |" in prompts.stdout
+    beside = invoke("--prompt-cost", "100", "--siblings", "5", "--siblings", "30")
+    assert beside.exit_code == 0, beside.output
+    for count in (5, 30):
+        assert f"| prompts of 100 beside {count} | gpt-oss-20b | lamella | 16 | 1 |" in beside.stdout
 
 
 @pytest.mark.parametrize(
@@ -212,6 +217,7 @@ def test_command_measures_host_time(tmp_path):
         ([], "--trace-dir is needed"),
         (["--trace-dir", ".", "--repeats", "2"], "--repeats is for"),
         (["--prompt-cost", "100", "--jobs", "2"], "--jobs is for replays"),
+        (["--decode-only", "2", "--siblings", "100"], "--siblings is for --prompt-cost"),
         (["--decode-only", "2", "--plot", "x.png"], "--plot is for replays"),
     ],
 )

@@ -58,7 +58,7 @@ def test_the_end_of_a_turn_is_passed_as_soon_as_the_next_one_starts():
         simulation.step()
     assert found(simulation, PROMPT) == 20
     tree = simulation.manager.tree
-    assert int(tree.end[next(tree._by_worth())]) == 20
+    assert int(tree.end[tree.resume_points.first()]) == 20
     run_all(simulation)
     assert simulation.outputs["second"] == foretell(None, [*turn, *[45] * 34], 1)
 

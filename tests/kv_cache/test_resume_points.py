@@ -8,7 +8,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from lamella.kv_cache.expectations import Expectation, Expectations
+from lamella.kv_cache.expectations import Expectation
 from lamella.kv_cache.resume_points import ResumePoints
 from lamella.kv_cache.sibling_trie import NO_NODE
 from lamella.kv_cache.spec import KVCacheSpec
@@ -46,8 +46,7 @@ PAGES = [(group, node) for group in range(2) for node in range(6)]
 @pytest.mark.parametrize("seed", range(40))
 def test_the_first_to_go_is_the_one_that_a_look_at_all_finds(seed):
     draw = random.Random(seed)
-    expected, model = Expectations(), Model()
-    points = ResumePoints(expected)
+    points, model = ResumePoints(), Model()
 
     def first(next_one, keeps_memory, set_aside):
         while (node := next_one()) != NO_NODE and not keeps_memory(node):
@@ -64,7 +63,6 @@ def test_the_first_to_go_is_the_one_that_a_look_at_all_finds(seed):
             points.put(node, model.held[node])
         elif action < 0.1:
             model.expectations = [one for one in model.expectations if one.node != node]
-            expected.disappoint(node)
             assert points.pop(node) == model.held.pop(node)
         elif action < 0.15:
             assert points.strip(node) == model.held[node]
@@ -78,16 +76,14 @@ def test_the_first_to_go_is_the_one_that_a_look_at_all_finds(seed):
         elif action < 0.55:
             one = Expectation(node, draw.randrange(6), 0, 0)
             model.expectations.append(one)
-            expected.add(one)
-            points.reorder(node)
+            points.expect(one)
         elif action < 0.7 and model.expectations:
             one = draw.choice(model.expectations)
             if draw.random() < 0.5:
-                expected.rerank(one, draw.randrange(6))
+                points.rerank(one, draw.randrange(6))
             else:
                 model.expectations.remove(one)
-                expected.settle(one)
-            points.reorder(one.node)
+                points.settle(one)
         elif action < 0.85:
             model.kept ^= {node}
             if node not in model.kept:

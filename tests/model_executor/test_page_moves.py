@@ -99,3 +99,20 @@ def test_moves_of_a_real_arena_keep_all_contents(seed):
     assert len(moves) > 1
     runner._copy_pages(plan_of(moves))
     assert {name: contents(runner, group, page) for name, (group, page) in where.items()} == before
+
+
+@pytest.mark.parametrize("page_tokens", [1, 2, 4, 8])
+def test_pages_of_any_size_are_copied_whole(page_tokens):
+    """3 bytes for each token of a layer: words of 1, 2, 4 and 8 bytes; and an arena that ends inside a word."""
+    layout = build_layout([full(1, 1, 2), *[sliding(9)] * 3], page_tokens=page_tokens)
+    before = np.random.default_rng(0).integers(0, 256, 91 * layout.unit_bytes + 5, dtype=np.uint8)
+    for group, spec in enumerate(layout.groups):
+        runner = ModelRunner.__new__(ModelRunner)
+        runner.layout, runner.arena = layout, torch.from_numpy(before.copy())
+        pairs = ((3, 20), (40, 91 - spec.page_units))
+        runner._copy(group, *(np.array(side) for side in zip(*pairs, strict=True)))
+        expected = before.copy()
+        for source, target in pairs:
+            start, size = source * layout.unit_bytes, spec.page_bytes
+            expected[target * layout.unit_bytes :][:size] = before[start : start + size]
+        assert runner.arena.numpy().tobytes() == expected.tobytes()

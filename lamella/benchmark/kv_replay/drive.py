@@ -19,6 +19,9 @@ from lamella.model_executor.step_plan import StepPlan, StepResult
 
 MAX_IDLE_STEPS = 8
 PROMPT_OUTPUT_TOKENS = 2  # so that the step that takes a prompt in does not also end its request
+# Of the prompts that are there before, and what all prompts begin with then.
+SIBLING_TOKENS = 38
+FIRST_TOKEN = 2
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -217,27 +220,40 @@ def decode_only(
     return driver.measurements()
 
 
-def prompt_cost(scheduler: Scheduler, *, num_prompt_tokens: int, num_prompts: int, budget_bytes: int) -> PromptCost:
+def prompt_cost(
+    scheduler: Scheduler, *, num_prompt_tokens: int, num_prompts: int, num_siblings: int = 0, budget_bytes: int
+) -> PromptCost:
     """Each of `num_prompts` different prompts alone in the scheduler, from `add` to the `update` of the one step that
     computes all of it: match, begin, grow and commit with all that goes with them.
 
+    num_siblings: so many short prompts have been there before, and all prompts begin with the same token.
     Raises CapacityError where a prompt is not computed whole, in one step.
     """
     driver = Driver(scheduler, budget_bytes=budget_bytes)
     rng = np.random.default_rng(0)
+    output = np.zeros(PROMPT_OUTPUT_TOKENS, dtype=np.int32)
+    for index in range(num_siblings):
+        sibling = np.random.default_rng(index + 1).integers(0, 200_000, SIBLING_TOKENS, dtype=np.int32)
+        sibling[0] = FIRST_TOKEN
+        driver.add(f"sibling {index}", sibling, output)
+        driver.step()
+        driver.step()
     seconds: list[tuple[float, float, float]] = []
     cache_seconds: list[float] = []
     cache = _TimedCalls(scheduler.manager, ("match", "commit_ahead", "commit"))
     for index in range(num_prompts):
         prompt = rng.integers(0, 200_000, num_prompt_tokens, dtype=np.int32)
-        driver.add(f"r{index}", prompt, np.zeros(PROMPT_OUTPUT_TOKENS, dtype=np.int32))
+        if num_siblings:
+            prompt[0] = FIRST_TOKEN
+        driver.add(f"r{index}", prompt, output)
         num_before = driver.num_computed_tokens
+        num_found_before = scheduler.counters().num_cached_tokens
         cache.seconds = 0.0
         driver.step()
         cache_seconds.append(cache.seconds)
         seconds.append((driver.add_seconds[-1], *driver.step_seconds[-1]))
         num_computed = driver.num_computed_tokens - num_before
-        if num_computed != num_prompt_tokens:
+        if num_computed + scheduler.counters().num_cached_tokens - num_found_before != num_prompt_tokens:
             raise CapacityError(
                 f"{num_computed} of a prompt's {num_prompt_tokens} tokens were computed in its first step: the "
                 "memory does not allow a larger chunk; use shorter prompts"

@@ -43,10 +43,11 @@ class DecodeSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSizes:
-    """num_prompts prompts of num_prompt_tokens each, one at a time."""
+    """num_prompts prompts of num_prompt_tokens each, one at a time, beside num_siblings: see `drive.prompt_cost`."""
 
     num_prompt_tokens: int
     num_prompts: int = 20
+    num_siblings: int = 0
 
     def max_model_len(self, limits: Limits) -> int:
         return limits.whole_pages(self.num_prompt_tokens + drive.PROMPT_OUTPUT_TOKENS)
@@ -66,7 +67,11 @@ def prompt_jobs(table: HostTable, sizes: PromptSizes) -> list[Job]:
     )
     table = replace(table, variants=roomy)
     trace = f"prompts of {sizes.num_prompt_tokens}"
-    return _jobs(table, trace, sizes.max_model_len, sizes.num_prompts, partial(_take_in, sizes))
+    if sizes.num_siblings:
+        trace += f" beside {sizes.num_siblings}"
+    return _jobs(
+        table, trace, sizes.max_model_len, sizes.num_prompts, partial(_take_in, sizes), num_short=sizes.num_siblings
+    )
 
 
 def _jobs(
@@ -75,19 +80,25 @@ def _jobs(
     max_model_len: Callable[[Limits], int],
     num_requests: int,
     run: Callable[[str | None, Cell, System, Limits], Outcome],
+    *,
+    num_short: int = 0,
 ) -> list[Job]:
+    """num_short: requests of SIBLING_TOKENS that are to have room as well."""
     jobs: list[Job] = []
     for layout in table.layouts:
         for repeat in range(table.repeats):
             for system in table.systems:
                 for limits in system.variants(table.variants):
+                    specs = layer_specs(layout)
+                    budget_bytes = _ample_bytes(specs, system, limits, max_model_len(limits), num_requests)
+                    if num_short:
+                        short_len = limits.whole_pages(drive.SIBLING_TOKENS + drive.PROMPT_OUTPUT_TOKENS)
+                        budget_bytes += _ample_bytes(specs, system, limits, short_len, num_short)
                     cell = Cell(
                         trace=trace,
                         layout=layout,
                         budget_requests=None,
-                        budget_bytes=_ample_bytes(
-                            layer_specs(layout), system, limits, max_model_len(limits), num_requests
-                        ),
+                        budget_bytes=budget_bytes,
                         system=system.name,
                         repeat=repeat,
                         **system.labels(limits),
@@ -123,7 +134,11 @@ def _decode(sizes: DecodeSizes, vllm_python: str | None, cell: Cell, system: Sys
 def _take_in(sizes: PromptSizes, vllm_python: str | None, cell: Cell, system: System, limits: Limits) -> Outcome:
     specs = layer_specs(cell.layout)
     memory = {"budget_bytes": cell.budget_bytes, "max_model_len": sizes.max_model_len(limits)}
-    counts = {"num_prompt_tokens": sizes.num_prompt_tokens, "num_prompts": sizes.num_prompts}
+    counts = {
+        "num_prompt_tokens": sizes.num_prompt_tokens,
+        "num_prompts": sizes.num_prompts,
+        "num_siblings": sizes.num_siblings,
+    }
     if system.is_vllm:
         return vllm_process.prompt_cost(vllm_python, system, specs, limits, **counts, **memory)
     scheduler = build_scheduler(system, specs, limits, **memory)

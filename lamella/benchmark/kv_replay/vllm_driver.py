@@ -312,8 +312,17 @@ def prompt_cost(job):
     driver = Driver(job)
     rng = np.random.default_rng(0)
     seconds = []
+    for index in range(sizes["num_siblings"]):
+        rng_of_sibling = np.random.default_rng(index + 1)
+        sibling = rng_of_sibling.integers(0, 200_000, sizes["num_sibling_tokens"], dtype=np.int32).tolist()
+        sibling[0] = sizes["first_token"]
+        driver.add(f"sibling {index}", sibling, [0] * sizes["num_output_tokens"])
+        driver.step()
+        driver.step()
     for index in range(sizes["num_prompts"]):
         prompt = rng.integers(0, 200_000, sizes["num_prompt_tokens"], dtype=np.int32).tolist()
+        if sizes["num_siblings"]:
+            prompt[0] = sizes["first_token"]
         driver.add(f"r{index}", prompt, [0] * sizes["num_output_tokens"])
         num_before = driver.num_computed_tokens
         driver.step()

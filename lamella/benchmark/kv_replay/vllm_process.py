@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lamella.benchmark.kv_replay.drive import PROMPT_OUTPUT_TOKENS, decode_output_tokens
+from lamella.benchmark.kv_replay.drive import FIRST_TOKEN, PROMPT_OUTPUT_TOKENS, SIBLING_TOKENS, decode_output_tokens
 from lamella.benchmark.kv_replay.results import Measurements, Outcome, PromptCost, Refusal
 from lamella.benchmark.kv_replay.systems import Limits, System
 from lamella.benchmark.kv_replay.traces import TraceRequest, token_ids
@@ -71,6 +71,7 @@ def prompt_cost(
     *,
     num_prompt_tokens: int,
     num_prompts: int,
+    num_siblings: int,
     budget_bytes: int,
     max_model_len: int,
 ) -> Outcome:
@@ -78,6 +79,9 @@ def prompt_cost(
     sizes = {
         "num_prompt_tokens": num_prompt_tokens,
         "num_prompts": num_prompts,
+        "num_siblings": num_siblings,
+        "num_sibling_tokens": SIBLING_TOKENS,
+        "first_token": FIRST_TOKEN,
         "num_output_tokens": PROMPT_OUTPUT_TOKENS,
     }
     return _run(python, {**_job(system, specs, limits, budget_bytes, max_model_len), "prompt_cost": sizes})

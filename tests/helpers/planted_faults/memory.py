@@ -177,11 +177,6 @@ def expected_prefix_evicted_first(original, points, node):
     return (not is_expected, *others)
 
 
-@replaces(Expectations, "rerank")
-def rank_never_changes(original, expectations, expectation, rank):
-    pass
-
-
 @replaces(ResumePoints, "note_unused_page")
 def set_aside_for_good(original, points, page):
     pass
