@@ -289,7 +289,7 @@ class Engine:
 
     def check_invariants(self) -> None:
         """Raise InvariantError if the KV bookkeeping contradicts itself."""
-        invariants.check(self._require_open().manager)
+        invariants.check(self._require_settled().manager)
 
     def stats(self) -> EngineStats:
         loaded = self._require_open()
