@@ -7,8 +7,9 @@ to is told by `foretell_answer` from its prompt and parameters.
 from __future__ import annotations
 
 import itertools
+import random
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,45 +53,77 @@ class Line(NamedTuple):
         return f"{Path(self.code.co_filename).relative_to(PACKAGE)}:{self.line} ({self.code.co_name})"
 
 
-class Tracer:
-    """Within it, lines of the watched files are counted; the given occurrence of the given line raises."""
+class LineCounter:
+    """How often each watched line runs within it, and in which steps of the life."""
 
-    def __init__(
-        self, line: Line | None = None, occurrence: int = 0, error: type[BaseException] = InjectedError
-    ) -> None:
+    def __init__(self) -> None:
         self.counts: Counter[Line] = Counter()
-        self.has_raised = False
-        self._line, self._left, self._error = line, occurrence, error
+        self.steps: defaultdict[Line, dict[int, None]] = defaultdict(dict)
+        self.step = 0
         self._is_watched: dict[CodeType, bool] = {}
 
-    def __enter__(self) -> Tracer:
-        if not self.has_raised:
-            sys.settrace(self._call)
-        return self
+    def __enter__(self) -> None:
+        sys.settrace(self._call)
 
     def __exit__(self, *_) -> None:
         sys.settrace(None)
 
     def _call(self, frame, event, argument):
         code = frame.f_code
-        if self._line is not None:
-            return self._raise_at if code is self._line.code else None
         if code not in self._is_watched:
             self._is_watched[code] = any(Path(code.co_filename).is_relative_to(folder) for folder in WATCHED)
         return self._count if self._is_watched[code] else None
 
     def _count(self, frame, event, argument):
         if event == "line":
-            self.counts[Line(frame.f_code, frame.f_lineno)] += 1
+            line = Line(frame.f_code, frame.f_lineno)
+            self.counts[line] += 1
+            self.steps[line][self.step] = None
         return self._count
 
-    def _raise_at(self, frame, event, argument):
-        if event == "line" and frame.f_lineno == self._line.line and not self.has_raised:
-            if not self._left:
-                self.has_raised = True
-                raise self._error(str(self._line))
-            self._left -= 1
-        return self._raise_at
+
+class Bomb(NamedTuple):
+    """The line raises the error when it is run in that step or later, after so many times."""
+
+    line: Line
+    error: type[BaseException]
+    step: int = 0
+    num_passed: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.error.__name__} from step {self.step}, {self.num_passed} times passed, at {self.line}"
+
+
+class Bombs:
+    """Within it, each of them goes off once."""
+
+    def __init__(self, bombs: list[Bomb]) -> None:
+        self.left = list(bombs)
+        self.step = 0
+        self._num_passed: Counter[Bomb] = Counter()
+
+    def __enter__(self) -> None:
+        if self.left:
+            sys.settrace(self._call)
+
+    def __exit__(self, *_) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame, event, argument):
+        for bomb in self.left:
+            if bomb.line.code is frame.f_code and bomb.step <= self.step:
+                return self._raise
+        return None
+
+    def _raise(self, frame, event, argument):
+        if event == "line":
+            for bomb in self.left:
+                if bomb.line == (frame.f_code, frame.f_lineno) and bomb.step <= self.step:
+                    if self._num_passed[bomb] == bomb.num_passed:
+                        self.left.remove(bomb)
+                        raise bomb.error(str(bomb.line))
+                    self._num_passed[bomb] += 1
+        return self._raise
 
 
 @dataclass(frozen=True)
@@ -154,9 +187,9 @@ ABORTED = {one.request_id for one in ARRIVALS if one.abort_step is not None}
 class Life:
     """What came out of an engine that went through ARRIVALS."""
 
-    def __init__(self, engine: Engine, tracer: Tracer | None = None) -> None:
+    def __init__(self, engine: Engine, tracer: LineCounter | Bombs | None = None) -> None:
         self.engine = engine
-        self._tracer = nullcontext() if tracer is None else tracer
+        self._tracer = tracer
         self._arrivals = list(ARRIVALS)
         self._leaving = [one for one in ARRIVALS if one.abort_step is not None]
         self._step = 0
@@ -176,6 +209,8 @@ class Life:
             self._try(lambda: self._batches.append(engine.step()))
             self._step += 1
             assert self._step < 400, "not finished after 400 steps"
+            if self._tracer:
+                self._tracer.step = self._step
 
     @property
     def is_over(self) -> bool:
@@ -183,7 +218,7 @@ class Life:
 
     def _try(self, call) -> bool:
         try:
-            with self._tracer:
+            with self._tracer or nullcontext():
                 call()
         except (*INJECTED, RuntimeError) as error:
             if not isinstance(error, INJECTED) and "fails" not in str(error):
@@ -194,7 +229,7 @@ class Life:
         return True
 
     def _insist(self, call) -> None:
-        assert self._try(call) or self._try(call)
+        assert any(self._try(call) for _ in range(20)), "it never comes to pass"
 
     def _add(self, one: Arrival) -> None:
         if one.request_id not in self.engine._outputs:  # the call before was interrupted when it was done
@@ -274,24 +309,45 @@ SETTINGS = [
 ]
 
 
-def lines_of(setting: Setting) -> Counter[Line]:
-    """The watched lines that an undisturbed life comes to, and how often."""
-    tracer = Tracer()
-    life = Life(setting.engine(), tracer)
+def lines_of(setting: Setting) -> LineCounter:
+    """The watched lines that an undisturbed life comes to."""
+    counter = LineCounter()
+    life = Life(setting.engine(), counter)
     life.run()
     life.check()
-    return tracer.counts
+    return counter
 
 
-def live(setting: Setting, line: Line, occurrence: int, error: type[BaseException]) -> str | None:
-    """What is wrong with a life in which that line raises; None: nothing."""
-    tracer = Tracer(line, occurrence, error)
+def problem_with(setting: Setting, bombs: list[Bomb]) -> tuple[str | None, list[Bomb]]:
+    """What is wrong with a life in which these go off (None: nothing), and which did not."""
+    tracer = Bombs(bombs)
     life = Life(setting.engine(), tracer)
     try:
         life.run()
         life.check()
     except Exception as problem:
-        return f"{error.__name__} at {line}, occurrence {occurrence}: {type(problem).__name__}: {problem}"
-    if not tracer.has_raised:
-        return f"{line} did not come {occurrence + 1} times"
-    return None
+        return f"{type(problem).__name__}: {problem}", tracer.left
+    return None, tracer.left
+
+
+def problems_with(setting: Setting, lines: list[Line], counter: LineCounter, *, num_together: int, seed=0) -> list[str]:
+    """What is wrong with lives in which each of the lines raises once. Several go off in one life, in steps drawn at
+    random; where that life is wrong, each has one of its own, and so have those that it did not come to."""
+    draw = random.Random(seed)
+    order = draw.sample(lines, len(lines))
+    problems = []
+    for first in range(0, len(order), num_together):
+        bombs = [
+            Bomb(line, INJECTED[index % len(INJECTED)], step=draw.choice(list(counter.steps[line])))
+            for index, line in enumerate(order[first : first + num_together])
+        ]
+        problem, left = problem_with(setting, bombs)
+        for bomb in left if problem is None else bombs:
+            alone = bomb._replace(step=0, num_passed=draw.randrange(counter.counts[bomb.line]))
+            alone_problem, is_left = problem_with(setting, [alone])
+            if alone_problem or is_left:
+                problems.append(f"{alone}: {alone_problem or 'was not come to'}")
+                problem = None
+        if problem is not None:
+            problems.append(f"{'; '.join(map(str, bombs))}: {problem}")
+    return problems
