@@ -73,6 +73,7 @@ def assert_empty(engine):
         ("frequency_penalty", 10**400),
         ("repetition_penalty", 10**400),
     ],
+    ids=lambda value: value if isinstance(value, str) else "large",
 )
 def test_what_no_row_can_take_is_refused_and_harms_nobody(engine, name, value):
     """Even where the check of the parameters let it through."""
