@@ -340,7 +340,7 @@ class Engine:
     @in_turn
     def check_invariants(self) -> None:
         """Raise InvariantError if the KV bookkeeping contradicts itself."""
-        invariants.check(self._require_open().manager)
+        invariants.check(self._require_settled().manager)
 
     @in_turn
     def stats(self) -> EngineStats:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -167,19 +167,23 @@ class OutputProcessor:
         self._keep([sample for _, sample in samples], touched, 0)
         return ended
 
+    # Whoever does not get the outputs must find them here: forgetting them is the last thing that is done, on the line
+    # that returns them, and after it nothing is called that could be interrupted.
+
     def take(self) -> list[RequestOutput]:
         """The outputs that are due, each once."""
-        outputs, nothing = self._outputs, list[RequestOutput]()
-        self._outputs = nothing
-        return outputs
+        taken = self._outputs
+        return (self._leave([]), taken)[1]
 
     def take_of(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Those of these requests."""
         wanted = set(request_ids)
         taken = [output for output in self._outputs if output.request_id in wanted]
         left = [output for output in self._outputs if output.request_id not in wanted]
-        self._outputs = left
-        return taken
+        return (self._leave(left), taken)[1]
+
+    def _leave(self, outputs: list[RequestOutput]) -> Any:
+        self._outputs = outputs
 
     def settle(self, *, restores: bool) -> None:
         """After an exception: finish what was found, or undo what was not.

@@ -1,0 +1,28 @@
+"""The soak with real signals in small: that it runs, and that nothing is wrong in its first runs."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.soak.real_interrupts import soak
+
+
+@pytest.fixture(autouse=True)
+def pythons_handler():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGALRM)
+    yield
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGALRM, before[1])
+
+
+def test_runs_with_a_real_interrupt_give_the_right_answers():
+    happened, wrong = soak(40, seed=3)
+    assert wrong == []
+    assert sum(count for (_, _, ended), count in happened.items() if not ended.startswith("0")) > 20
+
+
+@pytest.mark.slow
+def test_many_runs_with_a_real_interrupt_give_the_right_answers():
+    assert soak(400, seed=4)[1] == []
