@@ -11,7 +11,7 @@ from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, Re
 from lamella.engine.request import Request
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
 from lamella.model_executor.step_plan import TokenLogprobs
-from lamella.model_executor.tokenizer import Tokenizer
+from lamella.model_executor.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from lamella.errors import RequestError
-from lamella.model_executor.tokenizer import Tokenizer
+from lamella.model_executor.text.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict, total=False):
@@ -69,8 +69,7 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, *, vocab_size: int, max_mode
     elif isinstance(prompt, str):
         text, tokens = prompt, None
     if tokens is None and text is not None:
-        if not text:
-            raise RequestError("prompt is empty: give at least one character or token id")
+        # An empty text is a prompt where the tokenizer puts a token before it.
         tokens = tokenizer.encode(text)
     token_ids = _check_token_ids(tokens, vocab_size)
     if len(token_ids) >= max_model_len:

@@ -25,7 +25,8 @@ from lamella.model_executor.gguf_files import read_gguf_header
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.model_source import ModelSource, resolve_model
 from lamella.model_executor.safetensors_files import DTYPES
-from lamella.model_executor.tokenizer import Tokenizer, load_tokenizer
+from lamella.model_executor.text.tokenizer import Tokenizer
+from lamella.model_executor.text.tokenizer_loading import load_tokenizer
 from lamella.model_executor.weight_cache import read_weight_entry, weight_entry_path, write_weight_entry
 from lamella.model_executor.weight_conversion import plan_parameters
 from lamella.model_executor.weight_forms import RowForm, RowMajor, WeightForm, collect, formed_pieces, stored_tensors
