@@ -64,8 +64,8 @@ def template_messages(conversation: Any, *, takes_parts: bool) -> list[dict[str,
             raise RequestError(f'messages[{index}] is {given!r:.{_SHOWN_CHARS}}: must be a mapping with a "role"')
         if len(fields) == 1:
             raise RequestError(
-                f'messages[{index}] is {given!r:.{_SHOWN_CHARS}}: a role alone says nothing; add "content", or what else '
-                "the template knows"
+                f'messages[{index}] is {given!r:.{_SHOWN_CHARS}}: a role alone says nothing; add "content", or '
+                "what else the template knows"
             )
         message = {key: plain_data(value) for key, value in fields.items() if value is not None}
         if isinstance(message.get("content"), (list, tuple)):
