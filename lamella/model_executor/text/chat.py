@@ -20,6 +20,7 @@ from lamella.model_executor.text.chat_messages import (
     template_messages,
     template_tools,
 )
+from lamella.model_executor.text.template_budget import BASE_UNITS, UNITS_PER_INPUT_UNIT, TemplateBudget, size_units
 
 if TYPE_CHECKING:
     import jinja2
@@ -44,9 +45,13 @@ class CompiledTemplate:
 
 
 class ChatRenderer:
-    """Renders conversations; keeps the templates that it compiled. Safe to use from several threads."""
+    """Renders conversations; keeps the templates that it compiled. Safe to use from several threads.
 
-    def __init__(self) -> None:
+    base_units: what a rendering may cost beside what its input allows it (see `template_budget`).
+    """
+
+    def __init__(self, base_units: int = BASE_UNITS) -> None:
+        self._base_units = base_units
         self._sandbox: TemplateSandbox | None = None
         self._compiled: OrderedDict[str, CompiledTemplate] = OrderedDict()
         self._lock = threading.Lock()
@@ -92,16 +97,9 @@ class ChatRenderer:
         return _up_to_mark(self._render(compiled, given), final_text)
 
     def _render(self, compiled: CompiledTemplate, variables: Mapping[str, Any]) -> str:
-        from lamella.model_executor.text.template_budget import (
-            BASE_UNITS,
-            UNITS_PER_INPUT_UNIT,
-            TemplateBudget,
-            size_units,
-        )
-
         assert self._sandbox is not None
         input_units = size_units(variables, 1 << 40)
-        budget = TemplateBudget(BASE_UNITS + UNITS_PER_INPUT_UNIT * input_units)
+        budget = TemplateBudget(self._base_units + UNITS_PER_INPUT_UNIT * input_units)
         try:
             text = self._sandbox.render(compiled.template, budget, variables)
             text.encode()

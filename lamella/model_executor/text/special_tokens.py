@@ -76,22 +76,14 @@ class SpecialTokens:
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
         """Register with `backend` what its own file does not have: as transformers does, tokens that are in the
         vocabulary keep their id, and others are put behind it."""
-        present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        present = {token.content for token in backend.get_added_tokens_decoder().values()}
         named = {token.content for token in self.named.values()}
-        missing: dict[str, tokenizers.AddedToken] = {}
-        for token in self.added:
-            ready = token.for_backend(is_named=False)
-            if token.content not in present or _differs(ready, present[token.content]):
-                missing[token.content] = token.for_backend(is_named=token.content in named)
+        tokens = {token.content: token for token in self.added}
         for token in (*self.named.values(), *self.extra):
-            if token.content not in present and token.content not in missing:
-                missing[token.content] = token.for_backend(is_named=token.content in named)
-        if missing:
-            backend.add_tokens(list(missing.values()))
-
-
-def _differs(one: tokenizers.AddedToken, other: tokenizers.AddedToken) -> bool:
-    return any(getattr(one, flag) != getattr(other, flag) for flag in _FLAGS)
+            if token.content not in present:
+                tokens.setdefault(token.content, token)
+        if tokens:
+            backend.add_tokens([token.for_backend(is_named=token.content in named) for token in tokens.values()])
 
 
 def read_special_tokens(folder: Path, config: TypedFields, vocabulary: tokenizers.Tokenizer) -> SpecialTokens:
@@ -99,9 +91,8 @@ def read_special_tokens(folder: Path, config: TypedFields, vocabulary: tokenizer
 
     Raises ModelLoadError naming file and field for what cannot be read as tokens.
     """
-    named = {name: token for name in config if _is_name(config, name) and (token := _token(config, name))}
-    extra_named, extra = _extra_tokens(config)
-    named |= extra_named
+    named = _named_tokens(config)
+    own_names, extra = _extra_tokens(config)
     added: dict[int, AddedToken] = {}
     if config.has_value("added_tokens_decoder"):
         added = _added_by_id(config.object("added_tokens_decoder"))
@@ -110,19 +101,18 @@ def read_special_tokens(folder: Path, config: TypedFields, vocabulary: tokenizer
         for name in special_map:
             if _is_name(special_map, name):
                 named.pop(name, None)
-                if token := _token(special_map, name):
-                    named[name] = dataclasses.replace(token, special=True)
-        map_named, map_extra = _extra_tokens(special_map)
-        named |= map_named
-        if special_map.has_value("extra_special_tokens"):
-            extra = [*extra, *(token for token in map_extra if token not in extra)]
-        elif map_extra and not extra_named:
-            extra = map_extra
+        named |= {name: _as_special(token) for name, token in _named_tokens(special_map).items()}
         standard = {token.content for name, token in named.items() if name in STANDARD_NAMES}
-        special = standard | {token.content for token in extra}
-        known = vocabulary.get_added_tokens_decoder()
-        older = _added_by_text(_optional_object(folder / "added_tokens.json"), special)
-        added = {token_id: token for token_id, token in older.items() if token_id not in known}
+        map_names, map_extra = _extra_tokens(special_map)
+        if special_map.has_value("extra_special_tokens"):
+            extra = [*extra, *(_as_special(token) for token in map_extra if token not in extra)]
+        added = _added_by_text(folder, standard | {token.content for token in extra})
+        if not extra and not own_names:  # the older of the two fields counts where nothing newer does
+            extra = [_as_special(token) for token in map_extra]
+        own_names |= map_names
+        for token_id, token in vocabulary.get_added_tokens_decoder().items():
+            added[token_id] = AddedToken(token.content, **{flag: getattr(token, flag) for flag in _FLAGS})
+    named |= own_names
     for name, content in _class_tokens(folder, config).items():
         if name not in named and vocabulary.token_to_id(content) is not None:
             named[name] = AddedToken(content, special=True)
@@ -136,6 +126,16 @@ def read_special_tokens(folder: Path, config: TypedFields, vocabulary: tokenizer
         extra=tuple(extra),
         added=tuple(token for _, token in sorted(added.items(), key=lambda item: item[0])),
     )
+
+
+def _named_tokens(fields: TypedFields) -> dict[str, AddedToken]:
+    """By name, those given as objects first: transformers registers them in this order."""
+    names = sorted((name for name in fields if _is_name(fields, name)), key=lambda name: is_text(fields.raw(name)))
+    return {name: token for name in names if (token := _token(fields, name))}
+
+
+def _as_special(token: AddedToken) -> AddedToken:
+    return dataclasses.replace(token, special=True)
 
 
 def _is_name(fields: TypedFields, name: str) -> bool:
@@ -189,8 +189,9 @@ def _added_by_id(fields: TypedFields) -> dict[int, AddedToken]:
     return added
 
 
-def _added_by_text(fields: TypedFields, special: set[str]) -> dict[int, AddedToken]:
-    """An older file: token -> id."""
+def _added_by_text(folder: Path, special: set[str]) -> dict[int, AddedToken]:
+    """What an older file has, token -> id. special: the tokens that other files name as such."""
+    fields = _optional_object(folder / "added_tokens.json")
     added = {}
     for text in fields:
         token_id = fields.integer(text, high=_MAX_TOKEN_ID)

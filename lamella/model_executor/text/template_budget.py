@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import ItemsView, KeysView, Mapping, ValuesView
 from typing import Any
 
-from jinja2.utils import Namespace
-
 STEP_UNITS = 64  # a round of a loop
 ITEM_UNITS = 128  # an item of a container: to make it, or to look at it
 CALL_UNITS = 512  # a call, which may be of a macro, or a filter
@@ -71,6 +69,7 @@ def size_units(value: Any, limit: int) -> int:
             total += 16 + item.bit_length() // 4
         else:
             total += ITEM_UNITS
-            if isinstance(item, Namespace):
+            # Jinja's namespaces; told by their type, because undefined values raise when asked for an attribute.
+            if any(base.__name__ == "Namespace" for base in type(item).__mro__):
                 pending.append(item._Namespace__attrs)
     return total

@@ -28,7 +28,7 @@ MAX_TOKENIZER_BYTES = 512 << 20
 _TRIAL_TEXT = "A b\n1\u00e9"
 _Result = TypeVar("_Result")
 # transformers' own default for tokenizers that do not say.
-_INPUT_NAMES = ("input_ids", "token_type_ids", "attention_mask")
+_INPUT_NAMES = ("input_ids", "attention_mask")
 
 
 def load_tokenizer(source: ModelSource, cache_dir: Path | None = None) -> Tokenizer:

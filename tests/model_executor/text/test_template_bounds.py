@@ -8,10 +8,13 @@ from lamella.errors import RequestError
 from lamella.model_executor.text.chat import ChatRenderer
 from lamella.model_executor.text.template_budget import BASE_UNITS, ITEM_UNITS, size_units
 
+SMALL_UNITS = BASE_UNITS // 32  # so that a loop of cheap rounds ends soon under a memory tracer
+MEMORY_BYTES = 5 * SMALL_UNITS  # four bytes for a character, and what Python itself needs
+
 MESSAGES = [{"role": "user", "content": "hello world"}]
 GROWN = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(100) %}{% set ns.x = [GROW] %}{% endfor %}{{ ns.x }}"
 NESTED = "{% set ns = namespace(x=[1]) %}{% for i in range(100) %}{% set ns.x = [GROW] %}{% endfor %}"
-SPUN = "{% set a = 'a' * 10**7 %}{% for i in range(99999) %}{% set x = [WORK] %}{% endfor %}"
+SPUN = "{% set a = 'a' * 10**5 %}{% for i in range(99999) %}{% set x = [WORK] %}{% endfor %}"
 
 GROWTHS = (
     "ns.x + ns.x",
@@ -87,7 +90,7 @@ SPINS = (
     "range(99999)|min",
     "range(99999).count('a')",
     "'x' in range(99999)",
-    "a == 'a' * 10**7",
+    "a == 'a' * 10**5",
     "a is lower",
     "'b' in a",
     "a[1:]",
@@ -121,7 +124,7 @@ LOOPS = {
 
 @pytest.fixture(scope="module")
 def renderer():
-    renderer = ChatRenderer()
+    renderer = ChatRenderer(SMALL_UNITS)
     renderer.render("{{ messages }}", MESSAGES, variables={})  # what is imported is no template's memory
     return renderer
 
@@ -139,30 +142,28 @@ def refused_bytes(renderer, template):
 
 @pytest.mark.parametrize("growth", GROWTHS)
 def test_doubling_ends_at_the_budget(renderer, growth):
-    assert refused_bytes(renderer, GROWN.replace("[GROW]", growth)) < 5 * BASE_UNITS
+    assert refused_bytes(renderer, GROWN.replace("[GROW]", growth)) < MEMORY_BYTES
 
 
 @pytest.mark.parametrize("nesting", NESTINGS)
 def test_what_is_reached_often_is_charged_as_often(renderer, nesting):
     value, _, use = nesting.partition("[END]")
     template = NESTED.replace("[GROW]", value) + use
-    assert refused_bytes(renderer, template) < 5 * BASE_UNITS
+    assert refused_bytes(renderer, template) < MEMORY_BYTES
 
 
 @pytest.mark.parametrize("expression", ONCE)
 def test_one_step_too_large_is_not_taken(renderer, expression):
-    assert refused_bytes(renderer, "{{ " + expression + " }}") < 5 * BASE_UNITS
+    assert refused_bytes(renderer, "{{ " + expression + " }}") < MEMORY_BYTES
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_that_only_spins_is_stopped(renderer, name):
-    assert refused_bytes(renderer, LOOPS[name]) < 5 * BASE_UNITS
+    assert refused_bytes(renderer, LOOPS[name]) < MEMORY_BYTES
 
 
 @pytest.mark.parametrize("work", SPINS)
-def test_work_that_makes_no_text_is_charged(work):
-    # Where one round costs what its data takes, so many rounds cannot be paid; counted by the budget itself.
-    renderer = ChatRenderer()
+def test_work_that_makes_no_text_is_charged(renderer, work):
     with pytest.raises(RequestError, match="units of work"):
         renderer.render(SPUN.replace("[WORK]", work), MESSAGES, variables={})
 
@@ -174,16 +175,16 @@ def test_budget_grows_with_the_input(renderer):
     assert renderer.render(template, messages, variables={}) == "x" * 200_000_000
 
 
-def test_long_conversations_are_no_attack(renderer):
+def test_long_conversations_are_no_attack():
     template = (
         "{% set ns = namespace(last=-1) %}"
         "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
         "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% if loop.index0 == ns.last %}*{% endif %}"
         "{% if messages | selectattr('role', 'equalto', 'tool') | list | length %}t{% endif %}{% endfor %}"
     )
-    messages = [{"role": ("user", "assistant")[i % 2], "content": f" {i} "} for i in range(500)]
-    expected = "".join(f"<{message['role']}>{index}{'*' * (index == 498)}" for index, message in enumerate(messages))
-    assert renderer.render(template, messages, variables={}) == expected
+    messages = [{"role": ("user", "assistant")[i % 2], "content": f" {i} "} for i in range(400)]
+    expected = "".join(f"<{message['role']}>{index}{'*' * (index == 398)}" for index, message in enumerate(messages))
+    assert ChatRenderer().render(template, messages, variables={}) == expected
 
 
 @pytest.mark.parametrize(
