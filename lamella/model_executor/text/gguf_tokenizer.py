@@ -59,9 +59,9 @@ def tokenizer_json(fields: TypedFields, template: ChatTemplate | None = None) ->
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
         raise ModelLoadError(f"{fields.place}: {TOKENS_KEY} has a token twice: {_first_repeated(tokens)!r:.80}")
-    merges = _stated_merges(fields)
+    stated = _stated_merges(fields)
+    implied = _implied_merges(vocab)
     unknown = special_token_ids(fields).get("unk_token")
-    implied = _implied_merges(vocab) if merges is None else merges
     document = {
         "version": "1.0",
         "truncation": None,
@@ -88,7 +88,7 @@ def tokenizer_json(fields: TypedFields, template: ChatTemplate | None = None) ->
             "byte_fallback": True,
             "ignore_merges": False,
             "vocab": vocab,
-            "merges": _written_merges(implied, vocab),
+            "merges": _written_merges(implied if stated is None else stated, vocab),
         },
     }
     return json.dumps(document, ensure_ascii=False, separators=(",", ":"))

@@ -22,6 +22,7 @@ STANDARD_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 CONFIG_FILE = "tokenizer_config.json"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
+MAX_TOKENIZER_BYTES = 512 << 20
 _MAX_TOKEN_ID = 2**31 - 1
 
 # A tokenizer class of transformers has names of its own for what a folder does not state.
@@ -94,6 +95,7 @@ def read_special_tokens(folder: Path, config: TypedFields, vocabulary: tokenizer
     named = _named_tokens(config)
     own_names, extra = _extra_tokens(config)
     added: dict[int, AddedToken] = {}
+    present: list[AddedToken] = []
     if config.has_value("added_tokens_decoder"):
         added = _added_by_id(config.object("added_tokens_decoder"))
     else:
@@ -106,17 +108,24 @@ def read_special_tokens(folder: Path, config: TypedFields, vocabulary: tokenizer
         map_names, map_extra = _extra_tokens(special_map)
         if special_map.has_value("extra_special_tokens"):
             extra = [*extra, *(_as_special(token) for token in map_extra if token not in extra)]
-        added = _added_by_text(folder, standard | {token.content for token in extra})
+        older = folder / "added_tokens.json"
+        if older.exists():
+            added = _added_by_text(older, standard | {token.content for token in extra})
+            # tokenizer.json is asked for the ids it states only here, because it takes long to read.
+            stated = read_json_object(folder / "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES).objects("added_tokens")
+            for token_id in [token.integer("id", high=_MAX_TOKEN_ID) for token in stated]:
+                added.pop(token_id, None)
         if not extra and not own_names:  # the older of the two fields counts where nothing newer does
             extra = [_as_special(token) for token in map_extra]
         own_names |= map_names
-        for token_id, token in vocabulary.get_added_tokens_decoder().items():
-            added[token_id] = AddedToken(token.content, **{flag: getattr(token, flag) for flag in _FLAGS})
+        for _, known in sorted(vocabulary.get_added_tokens_decoder().items(), key=lambda item: item[0]):
+            present.append(AddedToken(known.content, **{flag: getattr(known, flag) for flag in _FLAGS}))
     named |= own_names
     for name, content in _class_tokens(folder, config).items():
         if name not in named and vocabulary.token_to_id(content) is not None:
             named[name] = AddedToken(content, special=True)
-    by_text = {token.content: token for token in added.values()}
+    all_added = (*present, *(token for _, token in sorted(added.items(), key=lambda item: item[0])))
+    by_text = {token.content: token for token in all_added}
     ordered = [
         *(name for name in STANDARD_NAMES if name in named),
         *(name for name in named if name not in STANDARD_NAMES),
@@ -124,7 +133,7 @@ def read_special_tokens(folder: Path, config: TypedFields, vocabulary: tokenizer
     return SpecialTokens(
         named={name: by_text.get(named[name].content, named[name]) for name in ordered},
         extra=tuple(extra),
-        added=tuple(token for _, token in sorted(added.items(), key=lambda item: item[0])),
+        added=all_added,
     )
 
 
@@ -189,9 +198,9 @@ def _added_by_id(fields: TypedFields) -> dict[int, AddedToken]:
     return added
 
 
-def _added_by_text(folder: Path, special: set[str]) -> dict[int, AddedToken]:
+def _added_by_text(path: Path, special: set[str]) -> dict[int, AddedToken]:
     """What an older file has, token -> id. special: the tokens that other files name as such."""
-    fields = _optional_object(folder / "added_tokens.json")
+    fields = read_json_object(path)
     added = {}
     for text in fields:
         token_id = fields.integer(text, high=_MAX_TOKEN_ID)

@@ -16,7 +16,7 @@ from lamella.model_executor.model_source import ModelSource
 from lamella.model_executor.regular_files import read_regular_file
 from lamella.model_executor.text.chat_templates import gguf_chat_templates, read_chat_templates
 from lamella.model_executor.text.gguf_tokenizer import TOKENIZER_ARRAYS, special_token_ids, tokenizer_json
-from lamella.model_executor.text.special_tokens import CONFIG_FILE, read_special_tokens
+from lamella.model_executor.text.special_tokens import CONFIG_FILE, MAX_TOKENIZER_BYTES, read_special_tokens
 from lamella.model_executor.text.tokenizer import Tokenizer, is_backend_failure
 from lamella.model_executor.typed_fields import TypedFields
 from lamella.model_executor.typed_json import read_json_object
@@ -24,7 +24,6 @@ from lamella.model_executor.typed_json import read_json_object
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
-MAX_TOKENIZER_BYTES = 512 << 20
 _TRIAL_TEXT = "A b\n1\u00e9"
 _Result = TypeVar("_Result")
 # transformers' own default for tokenizers that do not say.
