@@ -121,7 +121,7 @@ class ChatRenderer:
             return compiled
 
     def _compile_new(self, source: str) -> CompiledTemplate:
-        # A quarter of a second to import, and only chats need it.
+        # Imports Jinja, which only chats need.
         from lamella.model_executor.text.content_format import takes_content_parts
         from lamella.model_executor.text.template_sandbox import TemplateSandbox
 
