@@ -38,7 +38,7 @@ from lamella.kv_cache.counters import KVCacheCounters, count_kv_cache
 from lamella.kv_cache.report import kv_cache_report
 from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.runner import LaunchedStep
-from lamella.model_executor.tokenizer import Tokenizer
+from lamella.model_executor.text.tokenizer import Tokenizer
 from lamella.native.fork_guard import FORK_GUARD
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from lamella.engine.vllm_keywords import refuse_foreign
 from lamella.engine.vllm_request_arguments import CHAT_ARGUMENTS, GENERATE_ARGUMENTS
 from lamella.errors import EngineClosedError, LamellaError, RequestError
 from lamella.model_executor.model_config import ModelConfig
-from lamella.model_executor.tokenizer import Tokenizer
+from lamella.model_executor.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 _CHAT_ARGUMENTS = (
@@ -31,6 +31,8 @@ _CHAT_ARGUMENTS = (
     "use_tqdm",
     "chat_template",
     "add_generation_prompt",
+    "continue_final_message",
+    "tools",
     "chat_template_kwargs",
 )
 
@@ -115,25 +117,39 @@ class LLM:
         use_tqdm: bool | Callable[..., tqdm[Any]] = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, rendered with the model's chat template.
 
-        messages: [{"role": "user", "content": ...}, ...]. chat_template: a Jinja template to use instead.
+        messages: [{"role": "user", "content": ...}, ...]; what else a message may hold is the template's affair.
+        chat_template: a Jinja template to use instead, or the name of one of the model's. continue_final_message: go on
+        with the last message instead of answering it, which needs add_generation_prompt=False. tools: JSON schemas, or
+        functions with type hints and a docstring. chat_template_kwargs: further variables for the template.
         """
         refuse_foreign("chat", vllm_arguments, known=_CHAT_ARGUMENTS, foreign=CHAT_ARGUMENTS)
         truth_value("add_generation_prompt", add_generation_prompt, RequestError)
         conversations = _split_conversations(messages)
         tokenizer = self.get_tokenizer()
+        arguments: dict[str, Any] = {
+            "tools": tools,
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        variables = dict(chat_template_kwargs or {})
+        if clashing := sorted(set(variables) & {*arguments, "messages", "tokenize", "return_dict"}):
+            raise RequestError(f"chat_template_kwargs has {', '.join(clashing)}: pass them to chat itself")
         prompts: list[Prompt] = []
-        for conversation in conversations:
-            text = tokenizer.apply_chat_template(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                **(chat_template_kwargs or {}),
-            )
+        for index, conversation in enumerate(conversations):
+            try:
+                text = tokenizer.apply_chat_template(conversation, **arguments, **variables)
+            except RequestError as error:
+                if len(conversations) == 1:
+                    raise
+                raise RequestError(f"conversation {index}: {error}") from error
             # Chat templates write the special tokens themselves.
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
@@ -222,11 +238,10 @@ def _split_conversations(messages: Any) -> list[Sequence[Message]]:
         raise RequestError(
             'messages must be a non-empty list of {"role": ..., "content": ...}, or a list of such lists'
         )
-    conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
-    for index, conversation in enumerate(conversations):
-        if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
+    # A conversation is a list; a message is a mapping or an object with fields, which the renderer checks.
+    if not any(isinstance(one, (list, tuple)) for one in messages):
+        return [messages]
+    for index, conversation in enumerate(messages):
+        if not isinstance(conversation, (list, tuple)) or not conversation:
             raise RequestError(f"messages[{index}] must be a non-empty list of messages")
-        for message in conversation:
-            if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-                raise RequestError(f'messages[{index}] holds {message!r}: each message needs "role" and "content"')
-    return conversations
+    return list(messages)

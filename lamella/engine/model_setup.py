@@ -37,7 +37,7 @@ from lamella.model_executor.model_config import ModelConfig, kv_sharing, layer_s
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
 from lamella.model_executor.operators.choice import choose_operators
 from lamella.model_executor.runner import ModelRunner
-from lamella.model_executor.tokenizer import Tokenizer
+from lamella.model_executor.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,18 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
     runner = ModelRunner(model, backend, layout, attention_specs, arena, kv_dtype=kv_dtype, kv_scales=kv_scales)
     if uses_graphs:
         _capture_graphs(runner, max_batch, profile, device)
+    model_config = _with_tokenizer_end(model_config, tokenizer)
     return LoadedEngine(tokenizer, model_config, default_params, layout, size, manager, scheduler, runner)
+
+
+def _with_tokenizer_end(model_config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The configuration with the tokenizer's own end token among the end tokens, as in vLLM: files of chat models name
+    it there alone when they were made for others."""
+    token_id = tokenizer.eos_token_id
+    if token_id is None or token_id >= model_config.vocab_size:
+        return model_config
+    end_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, token_id)))
+    return dataclasses.replace(model_config, eos_token_ids=end_ids)
 
 
 def _capture_graphs(

@@ -20,7 +20,7 @@ from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, Re
 from lamella.engine.request import Request
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
 from lamella.model_executor.step_plan import TokenLogprobs
-from lamella.model_executor.tokenizer import Tokenizer
+from lamella.model_executor.text.tokenizer import Tokenizer
 
 # Of a sample, as of the last step that was kept: tokens, tokens reported, finish_reason, stop_reason.
 _Kept = tuple[int, int, str | None, int | str | None]

@@ -11,7 +11,7 @@ import numpy as np
 from lamella.argument_checks import nearest_name, shown
 from lamella.engine.vllm_request_arguments import PROMPT_KEYS
 from lamella.errors import RequestError, UnsupportedArgumentError
-from lamella.model_executor.tokenizer import Tokenizer
+from lamella.model_executor.text.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict, total=False):
@@ -70,8 +70,7 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, *, vocab_size: int, max_mode
     elif isinstance(prompt, str):
         text, tokens = prompt, None
     if tokens is None and text is not None:
-        if not text:
-            raise RequestError("prompt is empty: give at least one character or token id")
+        # An empty text is a prompt where the tokenizer puts a token before it.
         tokens = tokenizer.encode(text)
     token_ids = _check_token_ids(tokens, vocab_size)
     if len(token_ids) >= max_model_len:

@@ -68,11 +68,6 @@ GENERATE_ARGUMENTS: dict[str, Absent] = {
 CHAT_ARGUMENTS: dict[str, Absent] = {
     **GENERATE_ARGUMENTS,
     **absent("what the template is made for is found out from the template", chat_template_content_format=("auto",)),
-    **absent(
-        "end the conversation with the assistant's words in a prompt of your own, and call generate",
-        continue_final_message=(False,),
-    ),
-    **absent('hand them to the template: chat_template_kwargs={"tools": [...]}', tools=()),
 }
 
 # Of LLMEngine.add_request.

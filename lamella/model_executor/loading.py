@@ -27,7 +27,8 @@ from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS, paramet
 from lamella.model_executor.models.generation_config import GENERATION_CONFIG, GenerationConfig, read_generation_config
 from lamella.model_executor.models.registry import parse_config, parse_gguf_config
 from lamella.model_executor.progress import with_progress
-from lamella.model_executor.tokenizer import Tokenizer, load_tokenizer
+from lamella.model_executor.text.tokenizer import Tokenizer
+from lamella.model_executor.text.tokenizer_loading import load_tokenizer
 from lamella.model_executor.typed_fields import shown
 from lamella.model_executor.typed_json import read_json_object
 from lamella.model_executor.weight_cache import read_weight_entry, weight_entry_path, write_weight_entry

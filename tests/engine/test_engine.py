@@ -81,7 +81,6 @@ def test_one_sampling_params_each(llm):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("", "empty"),
         ([], "empty"),
         ([5, 320], r"token 1 is 320: must lie in \[0, 319\]"),
         ([5, -1], "token 1 is -1"),

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from lamella.errors import ConfigError, ModelLoadError
-from lamella.model_executor.gguf_tokenizer import TOKENIZER_ARRAYS, special_token_ids, tokenizer_json
 from lamella.model_executor.model_config import LayerConfig, ModelConfig
 from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS
 from lamella.model_executor.models.registry import parse_gguf_config
+from lamella.model_executor.text.chat_templates import gguf_chat_templates
+from lamella.model_executor.text.gguf_tokenizer import TOKENIZER_ARRAYS, special_token_ids, tokenizer_json
+from lamella.model_executor.typed_fields import TypedFields
 from lamella.model_executor.weight_conversion import is_norm
 from lamella.model_executor.weights.checkpoint import GgufCheckpoint
 from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header
@@ -114,14 +116,15 @@ def _write_weights(weights: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def _write_tokenizer(header: GgufHeader, folder: Path) -> None:
+    fields = TypedFields(header.metadata, header.path)
+    template = gguf_chat_templates(fields)
     try:
-        document = tokenizer_json(header)
+        document = tokenizer_json(fields, template)
     except ModelLoadError:
         return  # prompts are token ids: most engines need none
     (folder / "tokenizer.json").write_text(document, encoding="utf-8")
     tokens = header.metadata["tokenizer.ggml.tokens"]
-    special = {name: tokens[token_id] for name, token_id in special_token_ids(header).items()}
-    template = header.metadata.get("tokenizer.chat_template")
+    special = {name: tokens[token_id] for name, token_id in special_token_ids(fields).items()}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "clean_up_tokenization_spaces": False}
     _write_json(folder / "tokenizer_config.json", settings | ({"chat_template": template} if template else {}))
 

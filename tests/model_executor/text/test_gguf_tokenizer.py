@@ -1,0 +1,190 @@
+"""A GGUF vocabulary: what is special where the file marks it wrongly or not at all, and keys of the wrong kind.
+
+The oracle is transformers on a file that marks every token rightly.
+"""
+
+import numpy as np
+import pytest
+from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+
+from lamella.errors import ModelLoadError
+from lamella.model_executor.loading import load_tokenizer, resolve_model
+from lamella.model_executor.text.gguf_tokenizer import tokenizer_json
+from lamella.model_executor.typed_fields import TypedFields
+from tests.helpers.tiny_gguf import TOKEN_TYPES, tiny_vocabulary
+
+TURNS = ("<start_of_turn>", "<end_of_turn>", "<|tool|>")
+PLAIN = ("<table>", "[multimodal]", "\n\n", "\n")
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+    "{% if tools %}<|tool|><custom>{% endif %}"
+)
+TEXTS = (
+    "<start_of_turn>abc<end_of_turn>\n\nab",
+    "<table>abc</table> [multimodal] a\n\n\nb",
+    "<bos>a<|tool|>b<custom>c<unused300>",
+    " abc  <eos>",
+    "",
+    "<mask>",
+)
+
+
+def vocabulary():
+    """Tokens and their right types."""
+    tokens, types = tiny_vocabulary(320)
+    kinds = {
+        **dict.fromkeys(TURNS, "control"),
+        **dict.fromkeys(PLAIN, "user_defined"),
+        "<custom>": "control",
+        "<mask>": "control",
+    }
+    for index, (token, kind) in enumerate(kinds.items(), start=len(tokens) - 20):
+        if token in tokens:
+            continue
+        tokens[index], types[index] = token, TOKEN_TYPES[kind]
+    return tokens, types
+
+
+def save(path, tokens, types, **keys):
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_context_length(128)
+    writer.add_block_count(1)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    if types is not None:
+        writer.add_token_types(types)
+    for key, token_id in {"bos": 2, "eos": 1, "unk": 3, "pad": 0}.items():
+        getattr(writer, f"add_{key}_token_id")(token_id)
+    for key, token_id in keys.items():
+        writer.add_uint32(f"tokenizer.ggml.{key}", token_id)
+    writer.add_chat_template(CHAT)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("right")
+    tokens, types = vocabulary()
+    save(folder / "m.gguf", tokens, types)
+    _, described, _ = get_gguf_tokenizer(str(folder / "m.gguf"))
+    backend, _ = convert_gguf_tokenizer("gemma3", described)
+    return backend
+
+
+def assert_equal(ours, oracle):
+    for text in TEXTS:
+        ids = oracle.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False) == ids, text
+        assert ours.decode(ids) == oracle.decode(ids, skip_special_tokens=True), text
+        assert ours.decode(ids, skip_special_tokens=False) == oracle.decode(ids, skip_special_tokens=False)
+
+
+def load(path, cache):
+    return load_tokenizer(resolve_model(str(path)), cache)
+
+
+def test_right_types(oracle, tmp_path):
+    path = save(tmp_path / "m.gguf", *vocabulary())
+    for _ in range(2):  # made, then read back from the cache folder
+        assert_equal(load(path, tmp_path), oracle)
+
+
+def test_markers_typed_as_normal_tokens(oracle, tmp_path):
+    tokens, types = vocabulary()
+    for token in (*TURNS, "<custom>"):
+        types[tokens.index(token)] = TOKEN_TYPES["normal"]
+    tokenizer = load(save(tmp_path / "m.gguf", tokens, types), tmp_path)
+    assert len(tokenizer.encode("<start_of_turn>", add_special_tokens=False)) == 1
+    assert_equal(tokenizer, oracle)
+
+
+def test_no_types_at_all(oracle, tmp_path):
+    tokens, _ = vocabulary()
+    for _ in range(2):
+        assert_equal(load(save(tmp_path / "m.gguf", tokens, None), tmp_path), oracle)
+
+
+def test_end_of_turn_named_by_its_key_is_special(tmp_path):
+    tokens, types = vocabulary()
+    types[tokens.index("<table>")] = TOKEN_TYPES["normal"]
+    tokenizer = load(save(tmp_path / "m.gguf", tokens, types, eot_token_id=tokens.index("<table>")), tmp_path)
+    assert tokenizer.decode(tokenizer.encode("a<table>b")) == "ab"
+
+
+def test_all_special_ids_name_every_special_token(oracle, tmp_path):
+    tokenizer = load(save(tmp_path / "m.gguf", *vocabulary()), tmp_path)
+    wanted = {token_id for token_id, token in oracle.get_added_tokens_decoder().items() if token.special}
+    assert set(tokenizer.all_special_ids) == wanted
+
+
+def test_stated_merges_equal_transformers(tmp_path):
+    """A file that lists its merges is read as transformers reads it."""
+    import gguf
+
+    tokens, types = tiny_vocabulary(320)
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_context_length(128)
+    writer.add_block_count(1)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types(types)
+    writer.add_token_merges(["b c", "a bc", "\u2581 abc"])
+    writer.add_bos_token_id(2)
+    writer.add_unk_token_id(3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    backend, _ = convert_gguf_tokenizer("gemma3", get_gguf_tokenizer(str(path))[1])
+    ours = load(path, tmp_path)
+    for text in ("abc", " abc ab", "abbc  a"):
+        assert ours.encode(text, add_special_tokens=False) == backend.encode(text, add_special_tokens=False).ids
+
+
+GOOD = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": ["<pad>", "<eos>", "<bos>", "<unk>", "a", "b", "ab"],
+    "tokenizer.ggml.token_type": np.array([3, 3, 3, 2, 1, 1, 1], np.int32),
+    "tokenizer.ggml.bos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 3,
+}
+
+
+def test_good_metadata_are_taken():
+    assert '"ab":6' in tokenizer_json(TypedFields(GOOD, "m.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("model", 5, "model=5"),
+        ("model", "gpt2", "'gpt2' cannot be built"),
+        ("tokens", "abc", "cannot be built"),
+        ("tokens", ["a", "b", "c", "d", "a"], "token twice: 'a'"),
+        ("bos_token_id", "2", "bos_token_id='2'"),
+        ("bos_token_id", -1, "bos_token_id=-1"),
+        ("bos_token_id", 2.0, r"bos_token_id=2\.0"),
+        ("bos_token_id", True, "bos_token_id=True"),
+        ("bos_token_id", 7, "bos_token is token 7, but there are 7 tokens"),
+        ("eot_token_id", 7, "eot_token_id=7"),
+        ("eot_token_id", "x", "eot_token_id='x'"),
+        ("token_type", 3, "token_type=3"),
+        ("token_type", np.array([1.5] * 7), "token_type="),
+        ("token_type", np.array([1], np.int32), "1 entries for 7 tokens"),
+        ("add_bos_token", "yes", "add_bos_token='yes'"),
+        ("merges", 5, "merges=5"),
+        ("merges", ["ab"], r"merges\[0\]='ab'"),
+        ("merges", ["a b", "a b c"], r"merges\[1\]='a b c'"),
+        ("merges", np.zeros(3), "merges="),
+    ],
+)
+def test_keys_of_the_wrong_kind_are_named(key, value, reason):
+    with pytest.raises(ModelLoadError, match=rf"m\.gguf: .*{reason}"):
+        tokenizer_json(TypedFields({**GOOD, f"tokenizer.ggml.{key}": value}, "m.gguf"))
