@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lamella.engine.detokenizer import IncrementalDetokenizer
 from lamella.engine.new_tokens import NewTokens
 from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from lamella.engine.request import Request
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
+from lamella.engine.stop_strings import StopStrings
 from lamella.model_executor.step_plan import TokenLogprobs
 from lamella.model_executor.tokenizer import Tokenizer
 
@@ -22,6 +23,8 @@ class _Sample:
     detokenizer: IncrementalDetokenizer
     token_ids: list[int]
     num_reported: int = 0  # tokens in earlier DELTA outputs
+    cumulative_logprob: float = 0.0  # of the tokens in `logprobs`
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of tokens in earlier outputs
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +41,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._conversations: dict[str, _Conversation] = {}
+        self._last_stops: StopStrings | None = None  # often those of the next request as well
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._conversations
@@ -46,9 +50,17 @@ class OutputProcessor:
         return len(self._conversations)
 
     def add(self, prompt: str | None, params: SamplingParams, requests: list[Request]) -> None:
-        samples = [_Sample(request, IncrementalDetokenizer(self._tokenizer, params), []) for request in requests]
+        stops = self._prepare_stops(params)
+        samples = [_Sample(request, IncrementalDetokenizer(self._tokenizer, params, stops), []) for request in requests]
         ids = requests[0].token_ids[: requests[0].num_prompt_tokens].tolist()
         self._conversations[requests[0].request_id] = _Conversation(prompt, ids, params, samples)
+
+    def _prepare_stops(self, params: SamplingParams) -> StopStrings | None:
+        if not params.stop:
+            return None
+        if self._last_stops is None or self._last_stops.given != params.stop:
+            self._last_stops = StopStrings(params.stop)
+        return self._last_stops
 
     def requests_of(self, request_id: str) -> list[Request]:
         return [sample.request for sample in self._conversations[request_id].samples]
@@ -126,13 +138,16 @@ class OutputProcessor:
         if params.output_kind == RequestOutputKind.DELTA:
             start, sample.num_reported = sample.num_reported, len(sample.token_ids)
             text = sample.detokenizer.take_delta()
-        logprobs = request.output_logprobs
+        if params.logprobs is not None:
+            for entry in request.output_logprobs[len(sample.logprobs) :]:
+                sample.logprobs.append(self._logprobs(entry))
+                sample.cumulative_logprob += entry.logprob
         return CompletionOutput(
             index=request.sample_index,
             text=sample.detokenizer.text if text is None else text,
             token_ids=sample.token_ids[start:],
-            cumulative_logprob=sum(entry.logprob for entry in logprobs) if params.logprobs is not None else None,
-            logprobs=[self._logprobs(entry) for entry in logprobs[start:]] if params.logprobs is not None else None,
+            cumulative_logprob=sample.cumulative_logprob if params.logprobs is not None else None,
+            logprobs=[dict(ranked) for ranked in sample.logprobs[start:]] if params.logprobs is not None else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from lamella.errors import ModelLoadError, RequestError
 from lamella.model_executor.cache_folder import default_cache_dir, entry_path, written_entry
@@ -20,6 +19,7 @@ from lamella.model_executor.gguf_tokenizer import (
     tokenizer_json,
 )
 from lamella.model_executor.model_source import ModelSource
+from lamella.model_executor.text_stream import StreamRules, TextStream
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class Tokenizer:
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        self._stream_rules: StreamRules | None = None  # found out when first needed
 
     @property
     def vocab_size(self) -> int:
@@ -79,7 +80,9 @@ class Tokenizer:
 
     def decode_stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A stream that turns ids into text one at a time."""
-        return TextStream(self._backend, skip_special_tokens)
+        if self._stream_rules is None:
+            self._stream_rules = StreamRules.of(self._backend)
+        return TextStream(self._backend, self._stream_rules, skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -118,22 +121,6 @@ class Tokenizer:
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from error
         return rendered[0][0]
-
-
-class TextStream:
-    """Incremental decoding. The texts of `step` joined are the beginning of `decode` of all the ids.
-
-    A byte-fallback decoder may take text back (bytes that made a character become U+FFFD when later bytes
-    spoil their run); `step` then raises, and the stream is of no more use.
-    """
-
-    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
-        self._backend = backend
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-
-    def step(self, token_id: int) -> str:
-        """The text that `token_id` completes; "" while a character lacks bytes."""
-        return self._stream.step(self._backend, token_id) or ""
 
 
 def load_tokenizer(source: ModelSource, cache_dir: Path | None = None) -> Tokenizer:
