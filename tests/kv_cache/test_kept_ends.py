@@ -52,11 +52,13 @@ def evict_all(simulation: Simulation) -> None:
 
 def run_to_the_end(case: Case) -> tuple[Simulation, list[int], int, int]:
     """The simulation, the request's tokens, how many are computed, and the end that is kept."""
+    is_long = case.num_prompt_tokens > 200
     simulation = (LateSimulation if case.is_late else Simulation)(
-        case.specs, page_tokens=case.page_tokens, chunk_tokens=case.chunk_tokens, max_model_len=5000 if
-        case.num_prompt_tokens > 200 else 250, interval_tokens=case.interval_tokens, step_tokens=case.step_tokens,
-        never_idle=bool(case.step_tokens), windowed_replay=False, kv_sharing=case.kv_sharing,
+        case.specs, page_tokens=case.page_tokens, chunk_tokens=case.chunk_tokens, step_tokens=case.step_tokens,
+        max_model_len=5000 if is_long else 250, extra_slabs=1000 if is_long else 100, kv_sharing=case.kv_sharing,
+        interval_tokens=case.interval_tokens, never_idle=bool(case.step_tokens), windowed_replay=False,
     )  # fmt: skip
+    assert simulation.scheduler.chunk_tokens == case.chunk_tokens
     prompt = tokens_of(case.num_prompt_tokens)
     if case.num_shared:
         simulation.add("before", [*prompt[: case.num_shared], 49, 49], 1)
