@@ -132,6 +132,7 @@ class Admission:
                 max_model_len=len(request.token_ids) + 1,
                 chunk_tokens=page_tokens,
                 interval_tokens=manager.interval_tokens,
+                num_blocks_more=manager.num_blocks_more,
             )
         )
         prefills = [row for row in running if rows.num_tokens[row] - rows.num_computed[row] > 1]

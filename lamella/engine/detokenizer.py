@@ -2,10 +2,12 @@
 
 Ownership of the characters of one request's text while it runs:
 
-    |<---------- given out ---------->|<-- pending -->|<-------- held back -------->|<- not text yet ->|
-    take_delta() has returned these    next delta      may become a stop string      unfinished UTF-8
+    |<---------- given out ---------->|<-- pending -->|<-- tentative -->|<-- held back -->|<- not text yet ->|
+    take_delta() has returned these    next delta      bytes that may    may become a      unfinished UTF-8
+                                                       be spoilt yet     stop string
 
-`text` is the first two parts; when the request finishes, it is everything up to the cut.
+The last two but one overlap. `text` is all up to what is held back; when the request finishes, it is everything up to
+the cut.
 """
 
 from __future__ import annotations
@@ -14,13 +16,17 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
+from lamella.engine.stop_strings import Match, StopMatcher, StopStrings
 from lamella.errors import InvariantError
 
 
 class DecodeStream(Protocol):
-    def step(self, token_id: int) -> str | None:
-        """The text that became certain with this token; None or "" while a character is unfinished."""
-        ...
+    """See TextStream."""
+
+    num_tentative: int
+    num_taken_back: int
+
+    def step(self, token_id: int) -> str: ...
 
 
 class Tokenizer(Protocol):
@@ -34,26 +40,35 @@ class IncrementalDetokenizer:
 
     Call `append` for each token and `finish` once. With `detokenize=False` the text stays empty (and the
     tokenizer may be None). With FINAL_ONLY and no stop strings nothing is decoded before `finish`.
+
+    stop_strings: those of `params`, prepared; None: they are prepared here.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, params: SamplingParams, stop_strings: StopStrings | None = None
+    ) -> None:
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None
-        self._stop = tuple(params.stop)
         self._token_ids: list[int] = []  # those whose text counts
         self._num_tokens = 0
-        self._text = ""
-        self._num_given_out = 0
-        self._num_searched = 0  # characters in which a stop string may no longer end
-        self._finished = False
-        at_end_only = params.output_kind is RequestOutputKind.FINAL_ONLY and not self._stop
-        self._stream = None if at_end_only else self._new_stream()
+        self._given: list[str] = []  # what take_delta has returned
+        self._num_given = 0
+        self._pieces: list[str] = []  # the text after that
+        self._num_chars = 0  # of all the text
+        self._final_text: str | None = None
+        self._stops = StopMatcher(stop_strings or StopStrings(params.stop)) if params.stop else None
+        at_end_only = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
+        self._stream = None
+        if self._tokenizer is not None and not at_end_only:
+            self._stream = self._tokenizer.decode_stream(params.skip_special_tokens)
 
     @property
     def text(self) -> str:
-        """The text that can no longer change: without unfinished characters, and until `finish` without
-        an end that may become a stop string."""
-        return self._text if self._finished else self._text[: len(self._text) - self._num_held_back()]
+        """The text so far: without unfinished characters, and until `finish` without an end that may become a stop
+        string. A byte-fallback tokenizer may yet take back the characters of the bytes at its end."""
+        if self._final_text is not None:
+            return self._final_text
+        return "".join([*self._given, *self._pieces])[: self._num_chars - self._num_held_back()]
 
     def append(self, token_id: int, *, is_stop_token: bool = False) -> str | None:
         """Add one token; the stop string that it completes, or None.
@@ -65,7 +80,7 @@ class IncrementalDetokenizer:
         is_stop_token: the token is an end token or one of `stop_token_ids` and ends the request: its text
         is left out unless `include_stop_str_in_output`.
         """
-        if self._finished:
+        if self._final_text is not None:
             raise InvariantError(f"token {token_id} appended to a finished text; append before finish()")
         self._num_tokens += 1
         if is_stop_token and not self._params.include_stop_str_in_output:
@@ -73,65 +88,70 @@ class IncrementalDetokenizer:
         self._token_ids.append(token_id)
         if self._stream is None:
             return None
-        self._step(token_id)
-        return None if is_stop_token else self._find_stop()
+        text = self._stream.step(token_id)
+        if self._stream.num_taken_back:
+            self._take_back(self._stream.num_taken_back)
+        if text:
+            self._pieces.append(text)
+            self._num_chars += len(text)
+        match = self._look_for_stop(text)
+        if match is None or is_stop_token or self._num_tokens <= self._params.min_tokens:
+            return None
+        end = match.position + (len(match.string) if self._params.include_stop_str_in_output else 0)
+        self._final_text = "".join([*self._given, *self._pieces])[:end]
+        return match.string
 
     def finish(self) -> None:
         """The request has ended: nothing is held back any more, and the text is the tokenizer's own decoding
         of all its tokens. After a stop string there is nothing left to do."""
-        if not self._finished and self._tokenizer is not None:
-            self._text = self._tokenizer.decode(self._token_ids, self._params.skip_special_tokens)
-        self._finished = True
+        if self._final_text is None:
+            self._final_text = ""
+            if self._tokenizer is not None:
+                self._final_text = self._tokenizer.decode(self._token_ids, self._params.skip_special_tokens)
 
     def take_delta(self) -> str:
-        """The part of `text` that no earlier call returned."""
-        text = self.text
-        delta = text[self._num_given_out :]
-        self._num_given_out = max(self._num_given_out, len(text))
+        """What the text has more than earlier calls returned: all deltas joined are the text."""
+        if self._final_text is not None:
+            delta = self._final_text[self._num_given :]
+        else:
+            pending = "".join(self._pieces)
+            delta = pending[: self._num_chars - self._num_unsettled() - self._num_given]
+            if delta:
+                self._pieces = [pending[len(delta) :]] if len(delta) < len(pending) else []
+                self._given.append(delta)
+        self._num_given += len(delta)
         return delta
 
-    def _new_stream(self) -> DecodeStream | None:
-        return None if self._tokenizer is None else self._tokenizer.decode_stream(self._params.skip_special_tokens)
+    def _take_back(self, num_chars: int) -> None:
+        """Remove so many characters from the end of the text. None of them was given out."""
+        self._num_chars -= num_chars
+        while num_chars:
+            piece = self._pieces.pop()
+            if len(piece) > num_chars:
+                self._pieces.append(piece[:-num_chars])
+            num_chars -= min(len(piece), num_chars)
 
-    def _step(self, token_id: int) -> None:
-        assert self._stream is not None
-        assert self._tokenizer is not None
-        try:
-            self._text += self._stream.step(token_id) or ""
-        except Exception:
-            # A byte-fallback decoder takes back text it had given: bytes that made a character become
-            # replacement characters when later bytes spoil their run. `tokenizers` reports that as a bare
-            # Exception and leaves the stream unusable, so start a new one at this token. What take_delta
-            # has returned stays returned.
-            self._text = self._tokenizer.decode(self._token_ids, self._params.skip_special_tokens)
-            self._stream = self._new_stream()
-            assert self._stream is not None
-            self._stream.step(token_id)
+    def _look_for_stop(self, new_text: str) -> Match | None:
+        stops, stream = self._stops, self._stream
+        if stops is None:
+            return None
+        assert stream is not None
+        if stream.num_taken_back:
+            stops.rewind()
+        if not stream.num_tentative:
+            stops.release()
+        elif stream.num_tentative == len(new_text):
+            stops.mark()
+        return stops.feed(new_text)
 
-    def _find_stop(self) -> str | None:
-        searched, self._num_searched = self._num_searched, len(self._text)
-        if not self._stop or self._num_tokens <= self._params.min_tokens:
-            return None
-        best: tuple[int, str] | None = None
-        for stop in self._stop:
-            position = self._text.find(stop, max(0, searched - len(stop) + 1))
-            if position >= 0 and (best is None or position < best[0]):
-                best = (position, stop)
-        if best is None:
-            return None
-        position, stop = best
-        self._text = self._text[: position + len(stop) if self._params.include_stop_str_in_output else position]
-        self._finished = True
-        return stop
+    def _num_unsettled(self) -> int:
+        if self._stream is None:
+            return 0
+        if self._stops is None or self._params.include_stop_str_in_output:
+            return self._stream.num_tentative
+        return self._stops.num_unsettled()
 
     def _num_held_back(self) -> int:
-        """Length of the longest end of the text that is a proper beginning of a stop string."""
-        if self._params.include_stop_str_in_output:
+        if self._stops is None or self._params.include_stop_str_in_output:
             return 0  # it stays in the text either way
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self._text)), longest, -1):
-                if self._text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+        return self._stops.num_held_back()

@@ -373,6 +373,7 @@ class Engine:
             interval_tokens=loaded.manager.interval_tokens,
             slab_quota=loaded.manager.arena.slab_quota,
             step_pages_bytes=loaded.pool.step_pages_bytes,
+            num_blocks_more=loaded.manager.num_blocks_more,
         )
 
     @in_turn

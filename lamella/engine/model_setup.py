@@ -107,6 +107,7 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
             layout,
             max_model_len=max_model_len or model_config.max_position_embeddings,
             interval_tokens=interval_tokens,
+            num_blocks_more=_num_blocks_more(config),
         ),
     )
     uses_graphs = device.type == "cuda" and not config.enforce_eager and backend.name in CAPTURABLE_BACKENDS
@@ -134,7 +135,7 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
         interval_tokens=interval_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         slab_quota=slab_quota,
-        retention=RetentionPolicy(config.retention, config.retention_grid_tokens),
+        retention=_retention(config),
         windowed_replay=config.windowed_replay,
         skips_prompts=config.windowed_replay,
         step_pages_bytes=size.step_pages_bytes,
@@ -187,6 +188,14 @@ def _capture_graphs(
         )
 
 
+def _retention(config: EngineConfig) -> RetentionPolicy:
+    return RetentionPolicy(config.retention, config.retention_grid_tokens)
+
+
+def _num_blocks_more(config: EngineConfig) -> int:
+    return _retention(config).num_blocks_more if config.enable_prefix_caching else 0
+
+
 def _size_memory(
     config: EngineConfig,
     layout: KVLayout,
@@ -209,6 +218,7 @@ def _size_memory(
             interval_tokens=interval_tokens,
             max_num_seqs=config.max_num_seqs,
             enable_prefix_caching=config.enable_prefix_caching,
+            num_blocks_more=_num_blocks_more(config),
         )
         size, slab_quota = PoolSize(pools.num_slabs, pools.chunk_tokens, pools.max_model_len), pools.slab_quota
         if pools.interval_tokens < interval_tokens:
@@ -225,6 +235,7 @@ def _size_memory(
             chunk_tokens=wanted_chunk,
             interval_tokens=interval_tokens,
             with_step_pages=config.retention != "all",  # it keeps every page
+            num_blocks_more=_num_blocks_more(config),
         )
     if size.chunk_tokens < wanted_chunk:
         logger.info(

@@ -19,6 +19,7 @@ from lamella.engine.new_tokens import NewTokens
 from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from lamella.engine.request import Request
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
+from lamella.engine.stop_strings import StopStrings
 from lamella.model_executor.step_plan import TokenLogprobs
 from lamella.model_executor.text.tokenizer import Tokenizer
 
@@ -34,6 +35,8 @@ class _Sample:
     detokenizer: IncrementalDetokenizer | None = None  # None: to be made from the tokens when it is needed
     token_ids: list[int] = field(default_factory=list)
     num_reported: int = 0  # tokens in earlier DELTA outputs
+    cumulative_logprob: float = 0.0  # of the tokens in `logprobs`
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of tokens in earlier outputs
     kept: _Kept = (0, 0, None, None)
 
     def keep(self) -> None:
@@ -46,6 +49,8 @@ class _Sample:
         num_tokens, self.num_reported, request.finish_reason, request.stop_reason = self.kept
         del self.token_ids[num_tokens:]
         del request.output_logprobs[num_tokens:]
+        del self.logprobs[num_tokens:]
+        self.cumulative_logprob = sum((entry.logprob for entry in request.output_logprobs[: len(self.logprobs)]), 0.0)
         output_ids = np.array(self.token_ids, dtype=np.int32)
         request.token_ids = np.concatenate([request.token_ids[: request.num_prompt_tokens], output_ids])
 
@@ -57,6 +62,7 @@ class Conversation:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    stops: StopStrings | None  # those of `params`, prepared
     samples: list[_Sample]
 
     @property
@@ -87,6 +93,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._conversations: dict[str, Conversation] = {}
+        self._last_stops: StopStrings | None = None  # often those of the next request as well
         self._outputs: list[RequestOutput] = []  # that are due and that nobody has taken yet
         self._finding: _Finding | None = None
         self._is_open = False  # something may have changed that is not kept
@@ -104,8 +111,9 @@ class OutputProcessor:
         return bool(self._outputs)
 
     def new_conversation(self, prompt: str | None, params: SamplingParams, requests: list[Request]) -> Conversation:
+        stops = self._prepare_stops(params)
         ids = requests[0].token_ids[: requests[0].num_prompt_tokens].tolist()
-        return Conversation(prompt, ids, params, [_Sample(request) for request in requests])
+        return Conversation(prompt, ids, params, stops, [_Sample(request) for request in requests])
 
     def add(self, conversation: Conversation) -> None:
         self._conversations[conversation.request_id] = conversation
@@ -116,6 +124,13 @@ class OutputProcessor:
             for sample in conversation.samples:
                 if not sample.request.is_finished:
                     yield sample.request
+
+    def _prepare_stops(self, params: SamplingParams) -> StopStrings | None:
+        if not params.stop:
+            return None
+        if self._last_stops is None or self._last_stops.given != params.stop:
+            self._last_stops = StopStrings(params.stop)
+        return self._last_stops
 
     def requests_of(self, request_id: str) -> list[Request]:
         return self._conversations[request_id].requests
@@ -234,7 +249,7 @@ class OutputProcessor:
 
     def _detokenizer(self, conversation: Conversation, sample: _Sample) -> IncrementalDetokenizer:
         """The sample's, as it was when its tokens were kept."""
-        detokenizer = IncrementalDetokenizer(self._tokenizer, conversation.params)
+        detokenizer = IncrementalDetokenizer(self._tokenizer, conversation.params, conversation.stops)
         is_delta = conversation.params.output_kind is RequestOutputKind.DELTA
         num_tokens, _, finish_reason, stop_reason = sample.kept
         ends_by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
@@ -275,13 +290,16 @@ class OutputProcessor:
         if params.output_kind == RequestOutputKind.DELTA:
             start, sample.num_reported = sample.num_reported, len(sample.token_ids)
             text = detokenizer.take_delta()
-        logprobs = request.output_logprobs
+        if params.logprobs is not None:
+            for entry in request.output_logprobs[len(sample.logprobs) :]:
+                sample.logprobs.append(self._logprobs(entry))
+                sample.cumulative_logprob += entry.logprob
         return CompletionOutput(
             index=request.sample_index,
             text=detokenizer.text if text is None else text,
             token_ids=sample.token_ids[start:],
-            cumulative_logprob=sum(entry.logprob for entry in logprobs) if params.logprobs is not None else None,
-            logprobs=[self._logprobs(entry) for entry in logprobs[start:]] if params.logprobs is not None else None,
+            cumulative_logprob=sample.cumulative_logprob if params.logprobs is not None else None,
+            logprobs=[dict(ranked) for ranked in sample.logprobs[start:]] if params.logprobs is not None else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )

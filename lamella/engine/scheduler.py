@@ -171,11 +171,7 @@ class Scheduler:
             manager.commit(row, rows.tokens[row], num_computed, ends_prompt=ends)
         is_chunk = step.num_new > 1
         for row, num_computed in zip(scheduled[is_chunk].tolist(), computed[is_chunk].tolist(), strict=True):
-            # But for a block more, for who is preempted now may be resumed inside its last block.
-            manager.slide(row, max(0, num_computed - manager.page_tokens))
-        sampled = computed == rows.num_tokens[scheduled]
-        # Let that go as well at the first decode.
-        rows.due[scheduled[sampled & is_chunk]] = 0
+            manager.slide(row, num_computed)
         new_tokens = append_tokens(rows, step.sampled_rows, result)
         self._num_generated_tokens += len(new_tokens.token_ids)
         for request in (*new_tokens.ended, *new_tokens.failed):

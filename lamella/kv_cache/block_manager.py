@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.child_index import NO_NODE
 from lamella.kv_cache.expectations import Expectation
 from lamella.kv_cache.prefix_match import NO_MATCH, PrefixMatch
@@ -153,6 +154,8 @@ class HybridBlockManager(CommittingRows):
             first = min(spec.first_needed(match.num_tokens) // self.page_tokens, num_whole)
             if match.num_replayed_tokens and spec.is_windowed:
                 first = num_whole
+            elif spec.is_windowed and self.num_blocks_more:
+                first = self._first_to_hold(group, match, first)
             self.first_kept[group, row] = first
             for block in range(first, num_whole):
                 node = match.path[block]
@@ -170,6 +173,17 @@ class HybridBlockManager(CommittingRows):
         tree.touch(frontier)
         tree.touch(match.tail_node)
         return True
+
+    def _first_to_hold(self, group: int, match: PrefixMatch, first: int) -> int:
+        """`first`, or the block as far below it as there are pages that the row's end, should it come soon, will need
+        to be kept with a block more."""
+        last_whole = match.num_tokens // self.page_tokens * self.page_tokens
+        lowest_resume = max(0, last_whole - self.num_blocks_more * self.page_tokens)
+        lowest = self.tree.specs[group].first_needed(lowest_resume) // self.page_tokens
+        pages = self.tree.page_at[group]
+        while first > lowest and pages[match.path[first - 1]] != NULL_PAGE:
+            first -= 1
+        return first
 
     def _begin_after(self, row: int, start: int) -> None:
         """Nothing before the block boundary `start` is computed or read: no windowed KV exists there. What follows is
@@ -228,12 +242,17 @@ class HybridBlockManager(CommittingRows):
         self, row: int, num_computed: int, num_new: int, *, is_prefill: bool, num_processed: int | None = None
     ) -> bool:
         """Make room for the tokens [num_computed, num_computed + num_new), after sliding what no query
-        from num_processed on can see (None: num_computed; less where a step in flight computes the tokens between).
-        Evicts as needed. False: no memory; the row keeps what it had.
+        from num_processed on can see (None: num_computed; less where a step in flight computes the tokens between),
+        but for `num_blocks_more` blocks. Evicts as needed. False: no memory; the row keeps what it had.
 
         is_prefill: the step computes a chunk of the prompt: slide now, and use step pages. While a step is in flight
         there are none: False where the chunk should have any."""
-        self._slide(row, num_computed if num_processed is None else num_processed, is_prefill=is_prefill)
+        if num_processed is None:
+            num_processed = num_computed
+        if is_prefill:
+            self.slide(row, num_processed)
+        else:
+            self._slide(row, self._lowest_resume(row, num_processed, num_computed), at_once=False)
         if is_prefill and self.in_flight and self._needs_step_pages(row, num_computed, num_computed + num_new):
             return False
         if is_prefill and self.tree.windowed_groups and not self.in_flight:
@@ -241,8 +260,20 @@ class HybridBlockManager(CommittingRows):
         return self._extend(row, ceil_div(num_computed + num_new, self.page_tokens))
 
     def slide(self, row: int, num_computed: int) -> None:
-        """Let go what no query from num_computed on can see, without waiting for the interval."""
-        self._slide(row, num_computed, is_prefill=True)
+        """Let go what no query from num_computed on can see, but for `num_blocks_more` blocks, without waiting for
+        the interval."""
+        self._slide(row, self._lowest_resume(row, num_computed, num_computed), at_once=True)
+
+    def _lowest_resume(self, row: int, num_processed: int, num_computed: int) -> int:
+        """The lowest position at which a prompt may resume that parts from the row's tokens inside the last block
+        before their end, wherever the row will end: a block below the end of its last whole block. The row that has a
+        decode in flight may end where it was before; one with a chunk in flight, at a whole block (see `roll_back`)."""
+        if not self.num_blocks_more:
+            return num_processed
+        page_tokens = self.page_tokens
+        has_pending_blocks = self._num_committed_at[row] * page_tokens > num_processed
+        last_whole = (num_processed if has_pending_blocks else num_computed) // page_tokens * page_tokens
+        return max(0, min(num_processed, last_whole) - self.num_blocks_more * page_tokens)
 
     def next_due(self, row: int) -> int:
         """The position that needs `grow` before it is computed."""

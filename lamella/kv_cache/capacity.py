@@ -10,28 +10,43 @@ from lamella.kv_cache.spec import ceil_div
 
 
 def batch_pages(
-    layout: KVLayout, *, num_requests: int, context_tokens: int, chunk_tokens: int, interval_tokens: int
+    layout: KVLayout,
+    *,
+    num_requests: int,
+    context_tokens: int,
+    chunk_tokens: int,
+    interval_tokens: int,
+    num_blocks_more: int = 1,
 ) -> tuple[int, ...]:
     """Most pages of each group that `num_requests` requests of up to `context_tokens` tokens hold at once.
 
     One of them computes a chunk of up to `chunk_tokens`, the others decode: a step has one chunk's worth of
     prompt tokens, and what a prompt's end leaves behind slides before the next chunk takes pages.
+    num_blocks_more: see KVCacheSpec.max_pages.
     """
     busiest = request_pages(
         layout,
         max_model_len=context_tokens,
         chunk_tokens=min(chunk_tokens, context_tokens),
         interval_tokens=interval_tokens,
+        num_blocks_more=num_blocks_more,
     )
-    decoding = decode_pages(layout, context_tokens=context_tokens, interval_tokens=interval_tokens)
+    decoding = decode_pages(
+        layout, context_tokens=context_tokens, interval_tokens=interval_tokens, num_blocks_more=num_blocks_more
+    )
     return tuple((num_requests - 1) * each + most for each, most in zip(decoding, busiest, strict=True))
 
 
-def decode_pages(layout: KVLayout, *, context_tokens: int, interval_tokens: int) -> tuple[int, ...]:
+def decode_pages(
+    layout: KVLayout, *, context_tokens: int, interval_tokens: int, num_blocks_more: int = 1
+) -> tuple[int, ...]:
     """Most pages of each group that one request holds while it decodes up to `context_tokens` tokens."""
     return tuple(
         group.spec.max_decode_pages(
-            page_tokens=layout.page_tokens, interval_tokens=interval_tokens, max_model_len=context_tokens
+            page_tokens=layout.page_tokens,
+            interval_tokens=interval_tokens,
+            max_model_len=context_tokens,
+            num_blocks_more=num_blocks_more,
         )
         for group in layout.groups
     )
@@ -45,6 +60,7 @@ def num_requests_that_fit(
     chunk_tokens: int,
     interval_tokens: int,
     slab_quota: tuple[int, ...] | None = None,
+    num_blocks_more: int = 1,
 ) -> int:
     """Most requests of `context_tokens` tokens that run at once without preemption, none sharing a prefix.
 
@@ -58,6 +74,7 @@ def num_requests_that_fit(
             context_tokens=context_tokens,
             chunk_tokens=chunk_tokens,
             interval_tokens=interval_tokens,
+            num_blocks_more=num_blocks_more,
         )
         slabs = [ceil_div(count, group.pages_per_slab) for count, group in zip(pages, layout.groups, strict=True)]
         if slab_quota is not None:

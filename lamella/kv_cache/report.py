@@ -24,12 +24,14 @@ def kv_cache_report(
     slab_quota: tuple[int, ...] | None = None,
     context_lengths: Sequence[int] | None = None,
     step_pages_bytes: int = 0,
+    num_blocks_more: int = 1,
 ) -> str:
     """Tables of layers, groups and capacity, for an arena of `num_slabs` slabs (the null slab included) and step pages
     of `step_pages_bytes` behind them.
 
     slab_quota: slabs of each group's pool; None: elastic. context_lengths: tokens per request to give the capacity
-    for; None: powers of four from 1,024 below max_model_len, and max_model_len.
+    for; None: powers of four from 1,024 below max_model_len, and max_model_len. num_blocks_more: see
+    KVCacheSpec.max_pages.
     """
     contexts = default_context_lengths(max_model_len) if context_lengths is None else context_lengths
     return "\n\n".join(
@@ -42,8 +44,14 @@ def kv_cache_report(
                 num_slabs,
                 slab_quota,
                 contexts,
-                held_chunk_tokens(layout, chunk_tokens=chunk_tokens, step_pages_bytes=step_pages_bytes),
+                held_chunk_tokens(
+                    layout,
+                    chunk_tokens=chunk_tokens,
+                    step_pages_bytes=step_pages_bytes,
+                    num_blocks_more=num_blocks_more,
+                ),
                 interval_tokens,
+                num_blocks_more,
             ),
         ]
     )
@@ -156,10 +164,13 @@ def _capacity_table(
     contexts: Sequence[int],
     chunk_tokens: int,
     interval_tokens: int,
+    num_blocks_more: int,
 ) -> str:
     rows = []
     for context in contexts:
-        pages = decode_pages(layout, context_tokens=context, interval_tokens=interval_tokens)
+        pages = decode_pages(
+            layout, context_tokens=context, interval_tokens=interval_tokens, num_blocks_more=num_blocks_more
+        )
         num_bytes = sum(count * group.page_bytes for count, group in zip(pages, layout.groups, strict=True))
         count = num_requests_that_fit(
             layout,
@@ -168,6 +179,7 @@ def _capacity_table(
             chunk_tokens=chunk_tokens,
             interval_tokens=interval_tokens,
             slab_quota=slab_quota,
+            num_blocks_more=num_blocks_more,
         )
         rows.append([f"{context:,}", f"{count:,}", format_bytes(num_bytes), *(f"{count:,}" for count in pages)])
     header = ["context", "requests that fit", "KV of one", *(f"{group.name} pages" for group in layout.groups)]

@@ -18,8 +18,8 @@ RETENTION_POLICIES = ("tails", "all", "none")
 class RetentionPolicy:
     """name:
 
-    "tails"  the end of each prompt (and one block more), of each generation, of what was preempted or
-             aborted, and where a second prompt was seen to part from a first
+    "tails"  the end of each prompt, of each generation, of what was preempted or aborted, and where a second
+             prompt was seen to part from a first; each with its window and one block more
     "all"    every block end as well: a resume anywhere, at the price of all sliding KV
     "none"   nothing: sliding layers' prefixes are shared between running requests only
 
@@ -49,6 +49,12 @@ class RetentionPolicy:
     @property
     def keeps_ends(self) -> bool:
         return self.name != "none"
+
+    @property
+    def num_blocks_more(self) -> int:
+        """Blocks below the window that running requests hold, so that their ends can be kept with as many: a later
+        prompt may part inside the last block."""
+        return int(self.keeps_ends)
 
     @property
     def keeps_spare(self) -> bool:

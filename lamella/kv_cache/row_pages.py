@@ -51,6 +51,8 @@ class RowPages:
         self.interval_tokens = interval_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.retention = RetentionPolicy() if retention is None else retention
+        # Blocks that a row holds below its windows, to leave them to the resume point at its end.
+        self.num_blocks_more = self.retention.num_blocks_more if enable_prefix_caching else 0
         self.windowed_replay = windowed_replay
         self.skips_prompts = skips_prompts
         self.replay = ReplayRule(layout)
@@ -124,12 +126,14 @@ class RowPages:
         self.given_up: list[tuple[int, int]] = []  # (group, page), free when the step in flight is processed
         self.num_owned = [0] * self.num_groups
 
-    def _slide(self, row: int, num_computed: int, *, is_prefill: bool) -> None:
+    def _slide(self, row: int, position: int, *, at_once: bool) -> None:
+        """Let go what nothing needs that resumes at `position` or later, when an interval of it has gathered, or
+        `at_once`."""
         for group in self.tree.windowed_groups:
-            first = self.tree.specs[group].first_needed(num_computed)
+            first = self.tree.specs[group].first_needed(position)
             kept = self._first_kept_at[group][row]
             lag_tokens = first - kept * self.page_tokens
-            if lag_tokens < self.page_tokens or not (is_prefill or lag_tokens >= self.interval_tokens):
+            if lag_tokens < self.page_tokens or not (at_once or lag_tokens >= self.interval_tokens):
                 continue
             new_first = first // self.page_tokens
             for block in range(kept, min(new_first, self._num_blocks_at[row])):

@@ -23,38 +23,53 @@ class PoolSize(NamedTuple):
     step_pages_bytes: int = 0  # behind the slabs, see `step_pages`
 
 
-def request_pages(layout: KVLayout, *, max_model_len: int, chunk_tokens: int, interval_tokens: int) -> tuple[int, ...]:
-    """Most pages of each group that one request holds at once."""
+def request_pages(
+    layout: KVLayout, *, max_model_len: int, chunk_tokens: int, interval_tokens: int, num_blocks_more: int = 1
+) -> tuple[int, ...]:
+    """Most pages of each group that one request holds at once. num_blocks_more: see KVCacheSpec.max_pages; so in all
+    that follows."""
     return tuple(
         group.spec.max_pages(
             page_tokens=layout.page_tokens,
             max_model_len=max_model_len,
             chunk_tokens=chunk_tokens,
             interval_tokens=interval_tokens,
+            num_blocks_more=num_blocks_more,
         )
         for group in layout.groups
     )
 
 
-def decode_table_widths(layout: KVLayout, *, max_model_len: int, interval_tokens: int) -> tuple[int, ...]:
+def decode_table_widths(
+    layout: KVLayout, *, max_model_len: int, interval_tokens: int, num_blocks_more: int = 1
+) -> tuple[int, ...]:
     """Most blocks of each group that the block table of a decoding request covers, from the first it holds to that of
     its newest token. One more than `max_decode_pages` of a windowed group: the slide may be a step late."""
     widths = []
     for group in layout.groups:
         most = group.spec.max_decode_pages(
-            page_tokens=layout.page_tokens, max_model_len=max_model_len, interval_tokens=interval_tokens
+            page_tokens=layout.page_tokens,
+            max_model_len=max_model_len,
+            interval_tokens=interval_tokens,
+            num_blocks_more=num_blocks_more,
         )
         widths.append(min(most + group.spec.is_windowed, ceil_div(max_model_len, layout.page_tokens)))
     return tuple(widths)
 
 
-def request_slabs(layout: KVLayout, *, max_model_len: int, chunk_tokens: int, interval_tokens: int) -> int:
+def request_slabs(
+    layout: KVLayout, *, max_model_len: int, chunk_tokens: int, interval_tokens: int, num_blocks_more: int = 1
+) -> int:
     """Slabs that always suffice for one request alone.
 
     A window that slides through slabs of several pages can straddle one slab more than its pages fill.
     """
     pages = request_pages(
-        layout, max_model_len=max_model_len, chunk_tokens=chunk_tokens, interval_tokens=interval_tokens
+        layout,
+        max_model_len=max_model_len,
+        chunk_tokens=chunk_tokens,
+        interval_tokens=interval_tokens,
+        num_blocks_more=num_blocks_more,
     )
     return sum(
         ceil_div(count, group.pages_per_slab) + (group.spec.is_windowed and group.pages_per_slab > 1)
@@ -68,17 +83,20 @@ def step_pages_bytes(layout: KVLayout, *, memory_bytes: int, chunk_tokens: int) 
     return region_bytes(layout, min(chunk_tokens, region_tokens(layout, most)))
 
 
-def held_chunk_tokens(layout: KVLayout, *, chunk_tokens: int, step_pages_bytes: int) -> int:
+def held_chunk_tokens(layout: KVLayout, *, chunk_tokens: int, step_pages_bytes: int, num_blocks_more: int = 1) -> int:
     """The chunk for which `request_pages` is the most that a request holds of windowed groups while it computes
     `chunk_tokens`: itself, or less with step pages for it.
 
-    What must stay are the window before the chunk, and the one at its end with a block more; all blocks that they
-    meet are at most 2 (reach - 1) + 5 pages of tokens, and request_pages counts reach - 1 + chunk + a page less one.
+    What must stay are the window before the chunk and the one at its end, each from a block boundary with a block
+    more, and the tokens from there on: w + 2 blocks each, where w = ceil((reach - 1) / page). request_pages counts
+    1 + w for a chunk's start, so a chunk of reach and two pages is counted in full.
+    Where requests hold no block more, the chunk's end has one all the same: at most 2 (reach - 1) + 5 pages of tokens,
+    and request_pages counts reach - 1 + chunk + a page less one.
     """
     if not 0 < chunk_tokens <= region_tokens(layout, step_pages_bytes):
         return chunk_tokens
     reach = max(group.spec.reach_tokens or 0 for group in layout.groups if group.spec.is_windowed)
-    return min(chunk_tokens, reach + 4 * layout.page_tokens)
+    return min(chunk_tokens, reach + (2 if num_blocks_more else 4) * layout.page_tokens)
 
 
 def size_pool(
@@ -90,6 +108,7 @@ def size_pool(
     chunk_tokens: int,
     interval_tokens: int,
     with_step_pages: bool = True,
+    num_blocks_more: int = 1,
 ) -> PoolSize:
     """Slabs and step pages for `memory_bytes`, checked against one request of `max_model_len` tokens.
 
@@ -99,7 +118,16 @@ def size_pool(
     """
 
     def slabs(length: int, chunk: int) -> int:
-        return 1 + request_slabs(layout, max_model_len=length, chunk_tokens=chunk, interval_tokens=interval_tokens)
+        return 1 + request_slabs(
+            layout,
+            max_model_len=length,
+            chunk_tokens=chunk,
+            interval_tokens=interval_tokens,
+            num_blocks_more=num_blocks_more,
+        )
+
+    def held(chunk: int, region: int) -> int:
+        return held_chunk_tokens(layout, chunk_tokens=chunk, step_pages_bytes=region, num_blocks_more=num_blocks_more)
 
     num_slabs = memory_bytes // layout.slab_bytes
     smallest_chunk = min(layout.page_tokens, chunk_tokens)
@@ -123,9 +151,7 @@ def size_pool(
         region = 0
     chunk = _largest(
         chunk_tokens,
-        lambda smaller: (
-            slabs(fitting_length, held_chunk_tokens(layout, chunk_tokens=smaller, step_pages_bytes=region)) <= num_slabs
-        ),
+        lambda smaller: slabs(fitting_length, held(smaller, region)) <= num_slabs,
     )
     return PoolSize(num_slabs, chunk, max_model_len, region)
 

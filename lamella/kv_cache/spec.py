@@ -70,47 +70,74 @@ class KVCacheSpec:
         """First position that must be live to compute the token at `num_computed_tokens`."""
         return self.first_visible(num_computed_tokens)
 
-    def max_pages(self, *, page_tokens: int, max_model_len: int, chunk_tokens: int, interval_tokens: int) -> int:
+    def max_pages(
+        self,
+        *,
+        page_tokens: int,
+        max_model_len: int,
+        chunk_tokens: int,
+        interval_tokens: int,
+        num_blocks_more: int = 1,
+    ) -> int:
         """Most pages one request can hold at once, exactly.
 
         page_tokens: tokens per page; max_model_len: longest request in tokens;
         chunk_tokens: most prompt tokens computed in one step; interval_tokens: how many tokens
-        leave the window before a slide during decode.
+        leave the window before a slide during decode; num_blocks_more: 1 where a block below the window
+        is held as well (see RetentionPolicy), else 0.
         """
         whole = ceil_div(max_model_len, page_tokens)
         return min(
             whole,
             max(
                 self.max_decode_pages(
-                    page_tokens=page_tokens, interval_tokens=interval_tokens, max_model_len=max_model_len
+                    page_tokens=page_tokens,
+                    interval_tokens=interval_tokens,
+                    max_model_len=max_model_len,
+                    num_blocks_more=num_blocks_more,
                 ),
-                self.max_prefill_pages(page_tokens=page_tokens, chunk_tokens=chunk_tokens, max_model_len=max_model_len),
+                self.max_prefill_pages(
+                    page_tokens=page_tokens,
+                    chunk_tokens=chunk_tokens,
+                    max_model_len=max_model_len,
+                    num_blocks_more=num_blocks_more,
+                ),
             ),
         )
 
-    def max_decode_pages(self, *, page_tokens: int, interval_tokens: int, max_model_len: int) -> int:
+    def max_decode_pages(
+        self, *, page_tokens: int, interval_tokens: int, max_model_len: int, num_blocks_more: int = 1
+    ) -> int:
         """Most pages held while decoding, one token a step.
 
         The kept range starts at a page boundary that lags `first_needed` by less than
-        max(interval, page), and ends at the new token: reach - 1 + max(interval, page) tokens.
+        max(interval, page), and ends at the new token: reach - 1 + max(interval, page) tokens. A block more is
+        what the same rule keeps when it asks for the position a page before.
         """
         whole = ceil_div(max_model_len, page_tokens)
         if self.reach_tokens is None:
             return whole
         held_tokens = self.reach_tokens - 1 + max(interval_tokens, page_tokens)
-        return min(whole, ceil_div(held_tokens, page_tokens))
+        return min(whole, ceil_div(held_tokens, page_tokens) + num_blocks_more)
 
-    def max_prefill_pages(self, *, page_tokens: int, chunk_tokens: int, max_model_len: int) -> int:
+    def max_prefill_pages(
+        self, *, page_tokens: int, chunk_tokens: int, max_model_len: int, num_blocks_more: int = 1
+    ) -> int:
         """Most pages held while a chunk of `chunk_tokens` is computed.
 
         Each chunk slides first, so the kept range starts less than a page under the first key that
         the chunk's first query sees: reach - 1 + chunk + page - 1 tokens.
+
+        With a block more it starts where the window at the last whole block's *end* does, less a page: that
+        block boundary may be a page less one token before the chunk.
         """
         whole = ceil_div(max_model_len, page_tokens)
         if self.reach_tokens is None:
             return whole
-        held_tokens = self.reach_tokens - 1 + chunk_tokens + page_tokens - 1
-        return min(whole, ceil_div(held_tokens, page_tokens))
+        if not num_blocks_more:
+            return min(whole, ceil_div(self.reach_tokens - 1 + chunk_tokens + page_tokens - 1, page_tokens))
+        num_window_pages = ceil_div(self.reach_tokens - 1, page_tokens)
+        return min(whole, num_blocks_more + num_window_pages + ceil_div(chunk_tokens + page_tokens - 1, page_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,7 @@ def split_pools(
     interval_tokens: int,
     max_num_seqs: int,
     enable_prefix_caching: bool,
+    num_blocks_more: int | None = None,
 ) -> SplitPools:
     """Pools of whole slabs for `memory_bytes`, checked against one request of `max_model_len` tokens.
 
@@ -82,10 +83,13 @@ def split_pools(
     computes a chunk, and full attention the rest. A ratio that is given is kept, whatever its value.
     max_model_len None: the longest that fits, up to longest_model_len. Chunk and interval are reduced to what
     the windowed pools hold, down to a page.
+    num_blocks_more: see KVCacheSpec.max_pages; None: 1 with prefix caching, 0 without.
     Raises ConfigError when a ratio is given and there is nothing to divide; CapacityError, with what would do,
     when a windowed pool has no more tokens than window + page, or a pool is below what one request needs with a
     chunk and an interval of one page.
     """
+    if num_blocks_more is None:
+        num_blocks_more = int(enable_prefix_caching)
     if ratio is not None:
         ratio = check_ratio(ratio)
         if not is_splittable(layout):
@@ -105,13 +109,18 @@ def split_pools(
                 context_tokens=max_model_len or longest_model_len,
                 chunk_tokens=chunk_tokens,
                 interval_tokens=interval_tokens,
+                num_blocks_more=num_blocks_more,
             )
             return _capped_quota(layout, num_slabs, most_pages)
         return _ratio_quota(layout, num_slabs, DEFAULT_RATIO if of_ratio is None else of_ratio)
 
     def pages_for(length: int) -> tuple[int, ...]:
         return request_pages(
-            layout, max_model_len=length, chunk_tokens=smallest_chunk, interval_tokens=smallest_interval
+            layout,
+            max_model_len=length,
+            chunk_tokens=smallest_chunk,
+            interval_tokens=smallest_interval,
+            num_blocks_more=num_blocks_more,
         )
 
     def suffices(quota: tuple[int, ...], length: int) -> bool:
@@ -142,8 +151,12 @@ def split_pools(
     return SplitPools(
         num_slabs=1 + sum(quota),
         slab_quota=quota,
-        chunk_tokens=_largest(chunk_tokens, lambda chunk: _chunk_fits(layout, pool_pages, chunk, length)),
-        interval_tokens=_largest(interval_tokens, lambda lag: _interval_fits(layout, pool_pages, lag, length)),
+        chunk_tokens=_largest(
+            chunk_tokens, lambda chunk: _chunk_fits(layout, pool_pages, chunk, length, num_blocks_more)
+        ),
+        interval_tokens=_largest(
+            interval_tokens, lambda lag: _interval_fits(layout, pool_pages, lag, length, num_blocks_more)
+        ),
         max_model_len=length,
         rule=rule,
     )
@@ -228,18 +241,28 @@ def _shortage(layout: KVLayout, quota: tuple[int, ...], needed_pages: tuple[int,
     return None
 
 
-def _chunk_fits(layout: KVLayout, pool_pages: list[int], chunk_tokens: int, length: int) -> bool:
+def _chunk_fits(layout: KVLayout, pool_pages: list[int], chunk_tokens: int, length: int, num_blocks_more: int) -> bool:
     return all(
-        group.spec.max_prefill_pages(page_tokens=layout.page_tokens, chunk_tokens=chunk_tokens, max_model_len=length)
+        group.spec.max_prefill_pages(
+            page_tokens=layout.page_tokens,
+            chunk_tokens=chunk_tokens,
+            max_model_len=length,
+            num_blocks_more=num_blocks_more,
+        )
         <= pages
         for group, pages in zip(layout.groups, pool_pages, strict=True)
     )
 
 
-def _interval_fits(layout: KVLayout, pool_pages: list[int], interval_tokens: int, length: int) -> bool:
+def _interval_fits(
+    layout: KVLayout, pool_pages: list[int], interval_tokens: int, length: int, num_blocks_more: int
+) -> bool:
     return all(
         group.spec.max_decode_pages(
-            page_tokens=layout.page_tokens, interval_tokens=interval_tokens, max_model_len=length
+            page_tokens=layout.page_tokens,
+            interval_tokens=interval_tokens,
+            max_model_len=length,
+            num_blocks_more=num_blocks_more,
         )
         <= pages
         for group, pages in zip(layout.groups, pool_pages, strict=True)

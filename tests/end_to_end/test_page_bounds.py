@@ -56,8 +56,8 @@ def run(engine, request_id, prompt, num_tokens):
 
 @pytest.mark.parametrize(("page", "interval"), [(16, None), (16, 1), (16, 128), (1, 1), (1, 128), (64, 64), (24, 100)])
 def test_sliding_pages_of_a_long_request(folder, page, interval):
-    decode_bound = -(-(WINDOW - 1 + max(interval or page, page)) // page)
-    prefill_bound = -(-(WINDOW + CHUNK + page - 2) // page)
+    decode_bound = 1 + -(-(WINDOW - 1 + max(interval or page, page)) // page)
+    prefill_bound = 1 + -(-(WINDOW - 1) // page) + -(-(CHUNK + page - 1) // page)
     with open_engine(folder, page, interval) as engine:
         prefill, decode, last = run(engine, "long", PROMPT, 200)
         assert len(last.outputs[0].token_ids) == 200
@@ -71,13 +71,13 @@ def test_sliding_pages_of_a_long_request(folder, page, interval):
 
 
 def test_a_chunk_after_an_unaligned_hit_attains_the_prefill_bound(folder):
-    """The hit ends at 1,038 = 14 mod 16, so the window of the first chunk starts on the last token of a page:
-    65 pages, where an aligned start needs 64."""
+    """The hit ends at 1,038 = 14 mod 16: a chunk of 512 meets 33 pages, where one from a page boundary meets 32, and
+    before it the window at 1,024 and a block more are 33."""
     with open_engine(folder, 16, None) as engine:
         run(engine, "first", PROMPT[:1040], 2)
         prefill, _, last = run(engine, "second", [*PROMPT[:1038], *PROMPT[3000:4000]], 2)
         assert last.num_cached_tokens == 1038
-        assert prefill[0] == 65 == -(-(WINDOW + CHUNK + 16 - 2) // 16)
+        assert prefill[0] == 66 == 1 + -(-(WINDOW - 1) // 16) + -(-(CHUNK + 16 - 1) // 16)
         prefill, _, last = run(engine, "aligned", [*PROMPT[4000:5000], *PROMPT[:1000]], 2)
         assert last.num_cached_tokens == 0
-        assert max(prefill) == 64
+        assert max(prefill) == 65

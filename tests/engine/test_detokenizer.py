@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
 
 from lamella.engine.detokenizer import IncrementalDetokenizer
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
+from lamella.engine.stop_strings import StopMatcher
 from lamella.errors import InvariantError
-
-END = "<end>"
-
-
-class Stream:
-    def __init__(self, tokenizer: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._stream = decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
-
-    def step(self, token_id: int) -> str | None:
-        return self._stream.step(self._tokenizer, token_id)
+from lamella.model_executor.text.text_stream import StreamRules, TextStream
+from tests.helpers import tiny_tokenizers
+from tests.helpers.tiny_tokenizers import END
 
 
 class TinyTokenizer:
     """What the detokenizer needs of a tokenizer; counts how often it is asked."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        tokenizer.add_special_tokens([END])
         self.tokenizer = tokenizer
         self.num_decodes = 0
         self.num_streams = 0
@@ -39,37 +31,20 @@ class TinyTokenizer:
         self.num_decodes += 1
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def decode_stream(self, skip_special_tokens: bool) -> Stream:
+    def decode_stream(self, skip_special_tokens: bool) -> TextStream:
         self.num_streams += 1
-        return Stream(self.tokenizer, skip_special_tokens)
+        return TextStream(self.tokenizer, StreamRules.of(self.tokenizer), skip_special_tokens)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).ids
 
 
 def byte_level() -> TinyTokenizer:
-    """GPT-2's kind: every byte is a letter, and a few merges."""
-    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("s", "t"), ("o", "p"), ("st", "op")]
-    for left, right in merges:
-        vocab[left + right] = len(vocab)
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return TinyTokenizer(tokenizer)
+    return TinyTokenizer(tiny_tokenizers.byte_level())
 
 
 def byte_fallback() -> TinyTokenizer:
-    """Gemma's kind: letters, and the bytes of any character that is no letter of the vocabulary."""
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    for word in ["▁", *"abcdefghijklmnopqrstuvwxyz.!\n", "▁t", "▁th", "▁the", "st", "op", "stop"]:
-        vocab[word] = len(vocab)
-    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("s", "t"), ("o", "p"), ("st", "op")]
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, byte_fallback=True))
-    tokenizer.pre_tokenizer = None
-    tokenizer.normalizer = tokenizers.normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return TinyTokenizer(tokenizer)
+    return TinyTokenizer(tiny_tokenizers.byte_fallback())
 
 
 BOTH = pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
@@ -309,8 +284,8 @@ def test_bytes_that_spoil_an_earlier_character() -> None:
     assert tokenizer.tokenizer.decode(token_ids[:3]) == "€"
     text, stop, deltas, _ = run(tokenizer, token_ids, stop="b")
     assert (text, stop) == ("\ufffd" * 4 + "a", "b")
-    assert deltas[2] == "€"
-    assert "".join(deltas)[1:] == text[1:]
+    assert deltas[:3] == [""] * 3, "not certain yet"
+    assert "".join(deltas) == text
     assert run(tokenizer, token_ids)[0] == tokenizer.tokenizer.decode(token_ids) == "\ufffd" * 4 + "ab"
 
 
@@ -322,3 +297,117 @@ def test_random_tokens_end_as_the_tokenizer_decodes_them(make_tokenizer, seed: i
     expected = tokenizer.tokenizer.decode(token_ids)
     for params in ({}, {"stop": "\0never"}, {"output_kind": RequestOutputKind.FINAL_ONLY}):
         assert run(tokenizer, token_ids, **params)[0] == expected
+
+
+def visible_text(tokenizer: TinyTokenizer, token_ids: list[int]) -> str:
+    """By the definition of byte fallback: a run of bytes is its text, or a U+FFFD for each byte. The bytes of a
+    character that lacks some are left out as long as they may be completed."""
+    text = ""
+    runs = [(is_byte, list(run)) for is_byte, run in itertools.groupby(token_ids, key=lambda token_id: token_id < 256)]
+    for index, (is_byte, run) in enumerate(runs):
+        if not is_byte:
+            text += "".join(tokenizer.tokenizer.id_to_token(token_id).replace("▁", " ") for token_id in run)
+            continue
+        try:
+            text += bytes(run).decode()
+        except UnicodeDecodeError as error:
+            is_open = index == len(runs) - 1 and error.reason == "unexpected end of data"
+            text += bytes(run[: error.start]).decode() if is_open else "\ufffd" * len(run)
+    return text
+
+
+BYTES_AND_LETTERS = [*"€🙂a".encode(), 0xE2, 0xFF, ord("b"), 256 + 1, 256 + 2, 256 + 3]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    token_ids=st.lists(st.sampled_from(BYTES_AND_LETTERS), max_size=30),
+    stops=st.lists(st.text(alphabet="ab€🙂\ufffd", min_size=1, max_size=4), max_size=3, unique=True),
+    min_tokens=st.integers(0, 6),
+    include=st.booleans(),
+)
+def test_stop_strings_among_bytes_that_may_be_spoilt(token_ids, stops, min_tokens, include) -> None:
+    """The first place at which any stop string occurs, in a text whose end may change under it."""
+    tokenizer = byte_fallback()
+    expected = tokenizer.tokenizer.decode(token_ids), None, len(token_ids)
+    before = ""
+    for num_taken in range(1, len(token_ids) + 1):
+        text = visible_text(tokenizer, token_ids[:num_taken])
+        num_same = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
+        matches = [
+            (position, stops.index(stop), stop)
+            for stop in stops
+            for position in range(len(text))
+            if text.startswith(stop, position) and position + len(stop) > min(num_same, len(text))
+        ]
+        before = text
+        if matches and num_taken > min_tokens:
+            position, _, stop = min(matches)
+            expected = text[: position + len(stop) * include], stop, num_taken
+            break
+    final, stop, deltas, num_taken = run(
+        tokenizer, token_ids, stop=stops, min_tokens=min_tokens, include_stop_str_in_output=include
+    )
+    assert (final, stop, num_taken) == expected
+    assert "".join(deltas) == final
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("stop", [[], ["stop", "\ufffdx", "aa"]])
+def test_deltas_of_random_tokens_join_to_the_text(make_tokenizer, seed: int, stop: list[str]) -> None:
+    tokenizer = make_tokenizer()
+    chance = random.Random(seed)
+    kinds = [range(256), range(128, 256), range(tokenizer.tokenizer.get_vocab_size())]
+    token_ids = [chance.choice(chance.choice(kinds)) for _ in range(200)]
+    final, found, deltas, num_taken = run(tokenizer, token_ids, stop=stop, output_kind=RequestOutputKind.DELTA)
+    assert "".join(deltas) == final
+    if found is None:
+        assert final == tokenizer.tokenizer.decode(token_ids)
+    else:
+        assert final == tokenizer.tokenizer.decode(token_ids[:num_taken])[: len(final)]
+
+
+@BOTH
+@pytest.mark.parametrize("token", [0xFF, 0x82, 0xE2])
+def test_bytes_that_form_no_character_come_out_as_they_are_made(make_tokenizer, token: int) -> None:
+    """2,000 equal bytes: all but the newest few characters have been given out after each token, at the cost of the
+    last few tokens each."""
+    tokenizer = make_tokenizer()
+    letter = tokenizer.encode(bytes([token]).decode("latin-1"))
+    token_id = token if make_tokenizer is byte_fallback else letter[-1]
+    assert tokenizer.tokenizer.decode([token_id]) == "\ufffd"
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(max_tokens=None, stop="never"))
+    num_given = 0
+    for num_tokens in range(1, 2001):
+        assert detokenizer.append(token_id) is None
+        num_given += len(detokenizer.take_delta())
+        assert num_given >= num_tokens - 3
+    assert tokenizer.num_decodes == 0, "nothing was decoded from the beginning"
+    detokenizer.finish()
+    assert detokenizer.text == "\ufffd" * 2000
+
+
+def test_a_text_with_many_long_stop_strings_is_compared_a_few_times(monkeypatch) -> None:
+    """1,000 stop strings of 10,000 characters: as many comparisons as with one, each of a few characters."""
+    num_compared = []
+    compare = StopMatcher._compare
+
+    def counted(self, position, start):
+        num_compared.append(self._num_chars - position - start.num_compared)
+        return compare(self, position, start)
+
+    monkeypatch.setattr(StopMatcher, "_compare", counted)
+    tokenizer = byte_level()
+    chance = random.Random(0)
+    letters = "abcdefghij"
+    stops = ["".join(chance.choices(letters, k=10_000)) for _ in range(1000)]
+    text = "".join(chance.choices(letters, k=1500)) + stops[7][:1500]  # the second half may become the seventh
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(max_tokens=None, stop=stops))
+    deltas = []
+    for token_id in tokenizer.encode(text):
+        assert detokenizer.append(token_id) is None
+        deltas.append(detokenizer.take_delta())
+    assert "".join(deltas) == text[:1500]
+    assert len(num_compared) <= 3 * len(text)
+    assert sum(num_compared) <= 6 * len(text)

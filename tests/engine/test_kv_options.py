@@ -74,15 +74,16 @@ def test_pools_stay_within_their_slabs(folder):
 
 
 def test_capped_chunks_and_intervals_are_reported(folder, caplog):
-    """4 windowed pages of 16 tokens: ceil((16 + c + 14) / 16) <= 4 up to c = 34, ceil((15 + I) / 16) <= 4 up to 49."""
+    """4 windowed pages of 16 tokens: 1 + ceil(15 / 16) + ceil((c + 15) / 16) <= 4 up to c = 17, and
+    1 + ceil((15 + I) / 16) <= 4 up to 33."""
     options = {"kv_split": "ratio", "swa_full_tokens_ratio": 0.5, "kv_cache_memory_bytes": 10 * SLAB_BYTES}
     with (
         caplog.at_level(logging.INFO, logger="lamella"),
         Engine(model=folder, swa_eviction_interval=100, **options, **ARGUMENTS) as engine,
     ):
-        assert "prefill chunk: at most 34 tokens; eviction interval: 49 tokens" in engine.kv_cache_report()
-    assert "the eviction interval is capped at 49 tokens" in caplog.text
-    assert "chunks of one request are capped at 34 tokens" in caplog.text
+        assert "prefill chunk: at most 17 tokens; eviction interval: 33 tokens" in engine.kv_cache_report()
+    assert "the eviction interval is capped at 33 tokens" in caplog.text
+    assert "chunks of one request are capped at 17 tokens" in caplog.text
 
 
 def test_pools_below_one_request_are_refused(folder):
@@ -106,9 +107,9 @@ def test_the_report_of_an_engine(folder):
     assert ["2", "full", "full", "all", "2", "16", "16", "256"] in lines
     assert ["full", "2", "8,192", "2", "2", "0.00%"] in lines
     assert "arena: 33 slabs = 540,672 B (528.0 KiB), one of them the null slab; slabs move between groups" in report
-    # 128 tokens: 8 full pages and ceil((15 + 16) / 16) = 2 windowed ones, 98,304 B. The first has 8 windowed ones for
-    # its chunk, so k requests take 4 k + 2 k + 6 slabs: 4 in 32.
-    assert ["128", "4", "96.0", "KiB", "2", "8"] in lines
+    # 128 tokens: 8 full pages and 1 + ceil((15 + 16) / 16) = 3 windowed ones, 114,688 B. The first has 8 windowed ones
+    # for its chunk, so k requests take 4 k + 3 k + 5 slabs: 3 in 32.
+    assert ["128", "3", "112.0", "KiB", "3", "8"] in lines
     engine.close()
     with pytest.raises(EngineClosedError):
         engine.kv_cache_report()

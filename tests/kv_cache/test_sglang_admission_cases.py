@@ -60,12 +60,13 @@ def test_a_prompt_longer_than_the_pools_two_chunks_goes_on(chunk_tokens):
 
 
 def test_a_pool_below_window_and_page_is_refused_at_start_up():
-    """It hung (SGLang #37610). W 64 and a chunk of a page need ceil((64 + 16 + 14) / 16) pages, and the null page."""
+    """It hung (SGLang #37610). W 64 and a chunk of a page need 1 + ceil(63 / 16) + ceil(31 / 16) pages, and
+    the null page."""
     layout = build_layout([sliding(64)], page_tokens=16)
     sizes = {"max_model_len": 1024, "longest_model_len": 1024, "chunk_tokens": 16, "interval_tokens": 16}
-    assert size_pool(layout, memory_bytes=(1 + 6) * layout.slab_bytes, **sizes).num_slabs == 7
+    assert size_pool(layout, memory_bytes=(1 + 7) * layout.slab_bytes, **sizes).num_slabs == 8
     with pytest.raises(CapacityError):
-        size_pool(layout, memory_bytes=(1 + 6) * layout.slab_bytes - 1, **sizes)
+        size_pool(layout, memory_bytes=(1 + 7) * layout.slab_bytes - 1, **sizes)
 
 
 def test_a_chunk_is_cut_to_the_pages_there_are():

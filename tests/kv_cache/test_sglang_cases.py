@@ -110,10 +110,13 @@ def test_long_shared_prefixes_end_with_no_lock_left():
 
 def test_a_page_wider_than_the_window_keeps_the_end():
     """P 8, W 2, 11 tokens: the frontier of sliding reached the end of what was inserted, and usage went negative
-    (SGLang #29860). Exactly the first block slides here, and what is left resumes to the token."""
+    (SGLang #29860). Exactly the first block slides here, and what is left resumes to the token. The third block has
+    to begin for that: a block more than the window is kept."""
     simulation = Simulation([full(), sliding(3)], page_tokens=8, chunk_tokens=16)
-    simulation.add("r", range(11), 6)
-    step(simulation, 2)
+    simulation.add("r", range(11), 20)
+    step(simulation, 14)
+    assert simulation.manager.first_kept[1, 0] == 0
+    step(simulation, 1)
     assert simulation.manager.first_kept[1, 0] == 1
     run_all(simulation)
     assert serve(simulation, range(11), 6) == 10
@@ -163,16 +166,17 @@ def test_the_tail_below_the_last_page_is_whole():
 )  # SGLang keeps a token more: it counts from the last computed one
 def test_exactly_what_no_later_query_sees_is_dropped(num_computed, first):
     """W 4, pages of 1: once n tokens are computed, k <= n - 5 is seen no more."""
-    manager = Simulation([full(), sliding(5)], page_tokens=1, chunk_tokens=40).manager
+    manager = Simulation([full(), sliding(5)], page_tokens=1, chunk_tokens=40, enable_prefix_caching=False).manager
     assert manager.begin(0, manager.match(np.arange(30, dtype=np.int32)))
     assert manager.grow(0, 0, num_computed, is_prefill=True)
     assert manager.grow(0, num_computed, 1, is_prefill=True)
     assert manager.first_kept[1, 0] == first
 
 
-@pytest.mark.parametrize(("previous", "page_tokens", "locked"), [(4, 1, 4), (3, 2, 4), (5, 4, 8), (8, 2, 8)])
-def test_a_hit_locks_the_window_and_no_more(previous, page_tokens, locked):
-    """A hit of 12 tokens holds its full pages to the root, of the window only the pages that meet it."""
+@pytest.mark.parametrize(("previous", "page_tokens", "locked"), [(4, 1, 5), (3, 2, 6), (5, 4, 12), (8, 2, 10)])
+def test_a_hit_locks_the_window_and_a_block_more(previous, page_tokens, locked):
+    """A hit of 12 tokens holds its full pages to the root, of the window only the pages that meet it, or that at the
+    block's end before."""
     simulation = Simulation([full(), sliding(previous + 1)], page_tokens=page_tokens, chunk_tokens=16)
     serve(simulation, range(12))
     manager = simulation.manager
@@ -182,10 +186,11 @@ def test_a_hit_locks_the_window_and_no_more(previous, page_tokens, locked):
 
 
 def test_the_prompts_window_is_let_go_during_decode():
-    """After W steps of decode a prompt's window pages are nobody's, its full pages still the request's."""
+    """After W steps of decode and one more a prompt's window pages are nobody's, its full pages still the
+    request's."""
     simulation = Simulation([full(), sliding(5)], page_tokens=1)
     simulation.add("r", range(8), 20)
-    step(simulation, 1 + 5)
+    step(simulation, 1 + 6)
     tree = simulation.manager.tree
     nodes = simulation.manager.nodes[0, :8]
     assert tree.refs[1, nodes].tolist() == [0] * 8

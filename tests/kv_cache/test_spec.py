@@ -32,13 +32,16 @@ def test_what_may_be_dropped_is_never_seen_again(spec):
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("page_tokens", [1, 3, 4])
 @pytest.mark.parametrize("interval", [1, 4, 6])
-def test_decode_bound_holds_for_every_length(spec, page_tokens, interval):
+@pytest.mark.parametrize("more", [0, 1])
+def test_decode_bound_holds_for_every_length(spec, page_tokens, interval, more):
     length = 80
-    bound = spec.max_decode_pages(page_tokens=page_tokens, interval_tokens=interval, max_model_len=length)
+    bound = spec.max_decode_pages(
+        page_tokens=page_tokens, interval_tokens=interval, max_model_len=length, num_blocks_more=more
+    )
     kept_from, most = 0, 0
     for position in range(length):
         if position % page_tokens == 0:  # a page boundary: slide if due, then take a page
-            first = spec.first_needed(position)
+            first = spec.first_needed(max(0, position - more * page_tokens))
             if first - kept_from >= max(interval, page_tokens):
                 kept_from = first // page_tokens * page_tokens
         most = max(most, position // page_tokens - kept_from // page_tokens + 1)
@@ -50,19 +53,27 @@ def test_decode_bound_holds_for_every_length(spec, page_tokens, interval):
 @pytest.mark.parametrize("spec", [s for s in SPECS if isinstance(s, SlidingWindowSpec)], ids=str)
 @pytest.mark.parametrize("page_tokens", [1, 3, 4])
 @pytest.mark.parametrize("chunk", [1, 2, 5, 8])
-def test_prefill_bound_is_attained_at_the_worst_start(spec, page_tokens, chunk):
-    bound = spec.max_prefill_pages(page_tokens=page_tokens, chunk_tokens=chunk, max_model_len=1000)
-    held = [(start + chunk - 1) // page_tokens - spec.first_needed(start) // page_tokens + 1 for start in range(30, 60)]
+@pytest.mark.parametrize("more", [0, 1])
+def test_prefill_bound_is_attained_at_the_worst_start(spec, page_tokens, chunk, more):
+    """With a block more what is kept before a chunk is the window at the last whole block's end, and a block."""
+    bound = spec.max_prefill_pages(
+        page_tokens=page_tokens, chunk_tokens=chunk, max_model_len=1000, num_blocks_more=more
+    )
+    held = []
+    for start in range(30, 60):
+        resume = start // page_tokens * page_tokens - page_tokens if more else start
+        held.append((start + chunk - 1) // page_tokens - spec.first_needed(resume) // page_tokens + 1)
     assert max(held) == bound
 
 
-def test_figures_of_gemma_3():
-    """W=512, page 16: 33 pages in decode; 65 for a chunk of 512; with interval 128, 40."""
-    spec = sliding(512)
-    assert spec.max_decode_pages(page_tokens=16, interval_tokens=16, max_model_len=32768) == 33
-    assert spec.max_decode_pages(page_tokens=16, interval_tokens=128, max_model_len=32768) == 40
-    assert spec.max_prefill_pages(page_tokens=16, chunk_tokens=512, max_model_len=32768) == 65
-    assert spec.max_decode_pages(page_tokens=16, interval_tokens=16, max_model_len=100) == 7
+@pytest.mark.parametrize("more", [0, 1])
+def test_figures_of_gemma_3(more):
+    """W=512, page 16: 33 pages in decode; 65 for a chunk of 512; with interval 128, 40. And a block more."""
+    spec, rest = sliding(512), {"page_tokens": 16, "num_blocks_more": more}
+    assert spec.max_decode_pages(interval_tokens=16, max_model_len=32768, **rest) == 33 + more
+    assert spec.max_decode_pages(interval_tokens=128, max_model_len=32768, **rest) == 40 + more
+    assert spec.max_prefill_pages(chunk_tokens=512, max_model_len=32768, **rest) == 65 + more
+    assert spec.max_decode_pages(interval_tokens=16, max_model_len=100, **rest) == 7
 
 
 @pytest.mark.parametrize("name", ["num_kv_heads", "k_dim", "v_dim", "itemsize_bytes", "window_tokens"])

@@ -186,11 +186,13 @@ def test_no_memory_at_all_is_refused():
 
 def test_chunk_and_interval_are_the_largest_that_fit():
     """Twelve slabs at r = 0.5: 8 full pages, 4 windowed. ceil((8 + c + 2) / 4) <= 4 up to c = 6, and
-    ceil((7 + I) / 4) <= 4 up to I = 9."""
-    size = pools(
-        pair_layout(), memory_bytes=13 * 16, ratio=0.5, max_model_len=32, chunk_tokens=100, interval_tokens=100
-    )
+    ceil((7 + I) / 4) <= 4 up to I = 9. With fifteen, 10 and 5, and a block more: 1 + 2 + ceil((c + 3) / 4) <= 5 up to
+    c = 5, and 1 + ceil((7 + I) / 4) <= 5 up to I = 9."""
+    arguments = {"ratio": 0.5, "max_model_len": 32, "chunk_tokens": 100, "interval_tokens": 100}
+    size = pools(pair_layout(), memory_bytes=13 * 16, num_blocks_more=0, **arguments)
     assert (size.slab_quota, size.chunk_tokens, size.interval_tokens) == ((8, 4), 6, 9)
+    size = pools(pair_layout(), memory_bytes=16 * 16, **arguments)
+    assert (size.slab_quota, size.chunk_tokens, size.interval_tokens) == ((10, 5), 5, 9)
     roomy = pools(pair_layout(), ratio=0.5, chunk_tokens=100, interval_tokens=100)
     assert (roomy.chunk_tokens, roomy.interval_tokens) == (100, 100)
 
@@ -389,17 +391,17 @@ def test_requests_fill_the_capped_pool_and_none_is_preempted():
 
 def test_requests_that_fit_counted_by_hand():
     """MiMo-V2-Flash in 8,962 slabs (80 GiB), 32,768 tokens, chunks of 8,192: 107 requests hold 107 * 2,048 full pages
-    (8,429 slabs of 26) and 106 * 9 + 521 windowed ones (492 slabs of 3), 8,921 of 8,961; 108 would take 9,003."""
+    (8,429 slabs of 26) and 106 * 10 + 522 windowed ones (528 slabs of 3), 8,957 of 8,961; 108 would take 9,039."""
     arguments = {"context_tokens": 32_768, "chunk_tokens": 8192, "interval_tokens": 16}
     layout = mimo_layout()
-    assert batch_pages(layout, num_requests=107, **arguments) == (107 * 2048, 106 * 9 + 521)
+    assert batch_pages(layout, num_requests=107, **arguments) == (107 * 2048, 106 * 10 + 522)
     assert num_requests_that_fit(layout, 8962, **arguments) == 107
-    assert num_requests_that_fit(layout, 8922, **arguments) == 107
-    assert num_requests_that_fit(layout, 8921, **arguments) == 106
+    assert num_requests_that_fit(layout, 8958, **arguments) == 107
+    assert num_requests_that_fit(layout, 8957, **arguments) == 106
     # r = 0.8: 1,129 slabs of full pages hold 14.3 requests.
     assert num_requests_that_fit(layout, 8961, slab_quota=(1129, 7831), **arguments) == 14
-    # 180 slabs hold 540 windowed pages: the one that prefills and 2 more.
-    assert num_requests_that_fit(layout, 8961, slab_quota=(7000, 180), **arguments) == 3
+    # 180 slabs hold 540 windowed pages: the one that prefills and 1 more.
+    assert num_requests_that_fit(layout, 8961, slab_quota=(7000, 180), **arguments) == 2
     assert num_requests_that_fit(layout, 8961, slab_quota=(7000, 100), **arguments) == 0
 
 
@@ -416,10 +418,10 @@ def test_the_report_says_what_the_layout_is():
     assert ["chunked_6", "1", "16", "1", "3", "0.00%"] in lines
     assert "unit: 16 B; slab: 3 units = 48 B" in text
     assert "41 slabs = 1,968 B (1.9 KiB), one of them the null slab; slabs move between groups" in text
-    # 32 tokens: 8 full pages, ceil(11 / 4) = 3 and ceil((5 + 4) / 4) = 3 windowed: 384 + 144 + 48 B. The first of k
-    # takes 7 and ceil((5 + 16 + 3) / 4) = 6 for its chunk: slabs 8 k + 3 k + 4 + ceil((3 k + 3) / 3) = 12 k + 5 <= 40.
-    assert ["32", "2", "576", "B", "8", "3", "3"] in lines
-    assert ["64", "1", "960", "B", "16", "3", "3"] in lines
+    # 32 tokens: 8 full pages, 1 + ceil(11 / 4) = 4 and 1 + ceil((5 + 4) / 4) = 4 windowed: 384 + 192 + 64 B. The first
+    # of k takes 1 + 2 + ceil(19 / 4) = 8 of each for its chunk: slabs 8 k + 4 k + 4 + ceil((4 k + 4) / 3) <= 40.
+    assert ["32", "2", "640", "B", "8", "4", "4"] in lines
+    assert ["64", "1", "1.0", "KiB", "16", "4", "4"] in lines
     split = kv_cache_report(layout, 41, max_model_len=2000, chunk_tokens=16, interval_tokens=4, slab_quota=(20, 15, 5))
     assert "fixed pools" in split
     assert ["chunked_6", "1", "16", "1", "3", "0.00%", "5", "60"] in [line.split() for line in split.splitlines()]

@@ -27,8 +27,9 @@ from tests.helpers.simulation import Simulation, chunked, full, sliding
 def test_a_prompt_is_admitted_by_the_window_it_can_hold():
     """Start-up sized the window by its bound, admission by the whole prompt: with W 64, pages of 16 and 128 tokens
     a step a request was refused forever in an empty pool of 64 + 13 + 1 pages (vLLM #39734). Here one function
-    says both: the pool is exactly one request of 1,024 tokens with its whole chunk, and everything runs in it."""
-    simulation = arena_of(78, [full(), sliding(64)], page_tokens=16, max_model_len=1024, chunk_tokens=128)
+    says both: the pool is exactly one request of 1,024 tokens with its whole chunk, and the block more that its end
+    is kept with, and everything runs in it."""
+    simulation = arena_of(79, [full(), sliding(64)], page_tokens=16, max_model_len=1024, chunk_tokens=128)
     assert simulation.scheduler.chunk_tokens == 128
     request = simulation.add("r", prompt_of(512, 0), 4)
     assert simulation.step()
@@ -55,21 +56,21 @@ def test_what_can_never_fit_is_refused_at_start_up():
 @pytest.mark.parametrize("num_tokens", [4, 8, 12, 16])
 def test_what_sizing_foretells_is_what_is_taken(num_tokens):
     """A predictor that differs from the allocator either refuses what fits or runs out halfway."""
-    simulation = Simulation([full(), sliding(4)], page_tokens=2, max_model_len=32, chunk_tokens=4, extra_slabs=800)
+    simulation = Simulation([full(), sliding(4)], page_tokens=2, max_model_len=32, chunk_tokens=3, extra_slabs=800)
     serve(simulation, range(num_tokens), 1)
-    foretold = request_pages(simulation.manager.layout, max_model_len=num_tokens, chunk_tokens=4, interval_tokens=2)
-    assert tuple(simulation.manager.peak_owned) == foretold == (num_tokens // 2, min(num_tokens // 2, 4))
+    foretold = request_pages(simulation.manager.layout, max_model_len=num_tokens, chunk_tokens=3, interval_tokens=2)
+    assert tuple(simulation.manager.peak_owned) == foretold == (num_tokens // 2, min(num_tokens // 2, 5))
 
 
 def test_concurrency_is_counted_from_the_pages_of_each_group():
     """Blocks over groups times block size told users half of what fits (vLLM #40691). Four requests of 256 tokens
-    need 4 * 16 full pages, and of W 32 three pages each while they decode and five for the one that prefills."""
+    need 4 * 16 full pages, and of W 32 four pages each while they decode and six for the one that prefills."""
     layout = build_layout([full(), sliding(32)], page_tokens=16)
     sizes = {"context_tokens": 256, "chunk_tokens": 32, "interval_tokens": 16}
-    assert num_requests_that_fit(layout, 1 + 4 * 16 + 3 * 3 + 5, **sizes) == 4
-    assert num_requests_that_fit(layout, 4 * 16 + 3 * 3 + 5, **sizes) == 3
+    assert num_requests_that_fit(layout, 1 + 4 * 16 + 3 * 4 + 6, **sizes) == 4
+    assert num_requests_that_fit(layout, 4 * 16 + 3 * 4 + 6, **sizes) == 3
     simulation = arena_of(
-        1 + 4 * 16 + 3 * 3 + 5, [full(), sliding(32)], page_tokens=16, max_model_len=256, chunk_tokens=32
+        1 + 4 * 16 + 3 * 4 + 6, [full(), sliding(32)], page_tokens=16, max_model_len=256, chunk_tokens=32
     )
     for index in range(4):
         simulation.add(f"r{index}", prompt_of(200, index), 56)
@@ -183,27 +184,27 @@ def test_any_mix_of_groups_hits(specs):
 
 
 def test_siblings_share_pages_and_keep_their_own_ends():
-    """55 tokens, pages of 16: a sibling that shares 48 uses the same three pages in each group; with W 32, of the
-    window only the last two. (vLLM's prefix caching tests.)"""
+    """71 tokens, pages of 16: a sibling that shares 64 uses the same four pages in each group; with W 32, of the
+    window only the last two and one block more. (vLLM's prefix caching tests.)"""
     simulation = Simulation(
-        [full(), sliding(32, 2), sliding(32)], page_tokens=16, max_model_len=128, chunk_tokens=64, extra_slabs=3000
+        [full(), sliding(32, 2), sliding(32)], page_tokens=16, max_model_len=128, chunk_tokens=80, extra_slabs=3000
     )
-    common = prompt_of(48, 0)
+    common = prompt_of(64, 0)
     simulation.add("a", [*common, *[1] * 7], 20)
     simulation.step()
     sibling = simulation.add("b", [*common, *[2] * 7], 20)
     simulation.step()
-    assert sibling.num_cached_tokens == 48
+    assert sibling.num_cached_tokens == 64
     tables = simulation.manager.tables
-    assert (tables[0, 0, :3] == tables[0, 1, :3]).all()
+    assert (tables[0, 0, :4] == tables[0, 1, :4]).all()
     for group in (1, 2):
         assert tables[group, 1, 0] == NULL_PAGE
-        assert (tables[group, 1, 1:3] == tables[group, 0, 1:3]).all()
-    assert (tables[:, 0, 3] != tables[:, 1, 3]).all()
+        assert (tables[group, 1, 1:4] == tables[group, 0, 1:4]).all()
+    assert (tables[:, 0, 4] != tables[:, 1, 4]).all()
     run_all(simulation)
     for name, end in (("a", 1), ("b", 2)):
         assert simulation.outputs[name] == foretell(None, [*common, *[end] * 7], 20)
-    assert serve(simulation, [*common, *[2] * 3, 40]) == 51
+    assert serve(simulation, [*common, *[2] * 3, 40]) == 67
 
 
 def test_a_prefix_outlives_the_ends_that_hang_on_it():
@@ -332,7 +333,7 @@ def test_a_hit_takes_only_the_live_window():
     manager = simulation.manager
     manager.peak_owned[:] = manager.num_owned
     assert serve(simulation, [*prompt, 1, 2]) == 800
-    assert manager.peak_owned == [51, 5]
+    assert manager.peak_owned == [51, 6]
 
 
 def test_pages_used_anew_are_not_found_under_their_old_tokens():

@@ -13,12 +13,17 @@ from tests.helpers.simulation import Simulation, chunked, full, sliding
 
 
 def test_sliding_frees_what_the_window_has_left():
-    """Pages of 2: tokens computed -> blocks that are gone, for W 4 and for chunks of 4."""
-    for spec, gone in (
-        (sliding(4), {0: 0, 4: 0, 5: 1, 6: 1, 7: 2, 11: 4}),
-        (chunked(4), {3: 0, 4: 2, 6: 2, 8: 4, 12: 6}),
+    """Pages of 2: tokens computed -> blocks that are gone, for W 4 and for chunks of 4. With prefix caching a block
+    more stays, below the last whole one."""
+    for is_cached, spec, gone in (
+        (False, sliding(4), {0: 0, 4: 0, 5: 1, 6: 1, 7: 2, 11: 4}),
+        (False, chunked(4), {3: 0, 4: 2, 6: 2, 8: 4, 12: 6}),
+        (True, sliding(4), {6: 0, 7: 0, 8: 1, 9: 1, 10: 2, 12: 3}),
+        (True, chunked(4), {4: 0, 5: 0, 6: 2, 8: 2, 9: 2, 10: 4, 12: 4}),
     ):
-        simulation = Simulation([full(), spec], page_tokens=2, max_model_len=64, chunk_tokens=1)
+        simulation = Simulation(
+            [full(), spec], page_tokens=2, max_model_len=64, chunk_tokens=1, enable_prefix_caching=is_cached
+        )
         manager = simulation.manager
         assert manager.begin(0, manager.match(np.arange(20, dtype=np.int32)))
         for computed in range(13):

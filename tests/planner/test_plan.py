@@ -57,8 +57,8 @@ def test_gemma_3n_e4b_counted_by_hand():
     layer (one unit): 131,072 B full, 524,288 B sliding (one slab); four full pages to a slab. All layers that read
     another's KV come last, so there are step pages: 127 units and a page for 2,048 tokens. 1 GiB less 4,685,824 B is
     2,039 slabs, one of them null. A request of 8,192 tokens decodes in 512 full pages (128 slabs) and
-    ceil((511 + 16) / 16) = 33 sliding ones: 161 slabs. One request prefills in
-    ceil((511 + 512 + 64 + 15) / 16) = 69: 128 k + 33 (k - 1) + 69 <= 2,038 up to k = 12.
+    1 + ceil((511 + 16) / 16) = 34 sliding ones: 162 slabs. One request prefills in
+    2 ceil(511 / 16) + 4 = 68: 128 k + 34 (k - 1) + 68 <= 2,038 up to k = 12.
     Uniform: 20 layers are 655,360 B a page, so 1,638 pages, one null, for 512 a request: 3."""
     plan = plan_of("gemma-3n-e4b", PlanOptions(memory_bytes=1 << 30, context_tokens=8192))
     requests = requests_of(plan)
@@ -73,9 +73,9 @@ def test_gemma_3n_e4b_counted_by_hand():
     assert ["19", *full, "2", "256", "256", "2,048"] in lines
     assert ["20-23", *sliding, "2", "256", "256", "shares", "layer", "18's"] in lines
     assert ["34", *full, "2", "256", "256", "shares", "layer", "19's"] in lines
-    # 512 * 131,072 + 33 * 524,288 B; with every layer its own it would be 7/4 of the full and 7/4 of the sliding part.
+    # 512 * 131,072 + 34 * 524,288 B; with every layer its own it would be 7/4 of the full and 7/4 of the sliding part.
     assert "step pages: 4,685,824 B (4.5 MiB) behind them, for 2,048 prompt tokens a step" in text
-    assert ["8,192", "12", "80.5", "MiB", "33", "512"] in lines
+    assert ["8,192", "12", "81.0", "MiB", "34", "512"] in lines
     # F = 2,048 B: 4 F + 0.8 * 16 F.
     cell = next(cell for cell in plan.cells if cell.ratio == 0.8)
     assert cell.num_units == pytest.approx(16.8)

@@ -117,9 +117,9 @@ def a_failed_chunk_keeps_the_chunks_before():
 
 
 def a_window_holds_its_pages_and_no_more():
-    """W 9, pages of 4: decode at position p >= 8 needs the blocks from p // 4 - 2 on, which are 3. An
-    interval of 12 lets a window lag by up to two blocks more."""
-    for interval, expected in ((4, [3] * 24), (12, [4] * 4 + [5] * 4 + [3] * 4)):
+    """W 9, pages of 4: decode at position p >= 8 needs the blocks from p // 4 - 2 on, which are 3, and keeps one
+    more. An interval of 12 lets a window lag by up to two blocks more."""
+    for interval, expected in ((4, [4] * 24), (12, [4] * 4 + [5] * 4 + [6] * 4)):
         simulation = Simulation([full(), sliding(9)], page_tokens=4, interval_tokens=interval)
         simulation.add("r", range(12), 40)
         simulation.step()

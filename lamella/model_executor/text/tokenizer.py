@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from lamella.errors import RequestError
 from lamella.model_executor.text.chat import ChatRenderer, ChatTemplate, select_template
+from lamella.model_executor.text.text_stream import StreamRules, TextStream
 
 
 class TokenizedText(dict[str, Any]):
@@ -44,6 +44,7 @@ class Tokenizer:
         self._extra_special_tokens = tuple(extra_special_tokens)
         self._input_names = tuple(input_names)
         self._renderer = ChatRenderer()
+        self._stream_rules: StreamRules | None = None  # found out when first needed
         self.chat_template = chat_template
 
     def __len__(self) -> int:
@@ -194,7 +195,9 @@ class Tokenizer:
 
     def decode_stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A stream that turns ids into text one at a time."""
-        return TextStream(self._backend, skip_special_tokens)
+        if self._stream_rules is None:
+            self._stream_rules = StreamRules.of(self._backend)
+        return TextStream(self._backend, self._stream_rules, skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -235,22 +238,6 @@ class Tokenizer:
         # Chat templates write the special tokens themselves.
         tokenized = self(texts if is_batch else texts[0], add_special_tokens=False)
         return tokenized if return_dict else tokenized["input_ids"]
-
-
-class TextStream:
-    """Incremental decoding. The texts of `step` joined are the beginning of `decode` of all the ids.
-
-    A byte-fallback decoder may take text back (bytes that made a character become U+FFFD when later bytes
-    spoil their run); `step` then raises, and the stream is of no more use.
-    """
-
-    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
-        self._backend = backend
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-
-    def step(self, token_id: int) -> str:
-        """The text that `token_id` completes; "" while a character lacks bytes."""
-        return self._stream.step(self._backend, token_id) or ""
 
 
 def is_backend_failure(error: BaseException) -> bool:

@@ -46,7 +46,12 @@ def slide_never(original, manager, row, num_computed, **kwargs):
 
 @replaces(HybridBlockManager, "_slide")
 def slide_ignores_the_interval(original, manager, row, num_computed, **kwargs):
-    original(manager, row, num_computed, **{**kwargs, "is_prefill": True})
+    original(manager, row, num_computed, **{**kwargs, "at_once": True})
+
+
+@replaces(HybridBlockManager, "_lowest_resume")
+def slide_keeps_no_block_more(original, manager, row, num_processed, num_computed):
+    return num_processed
 
 
 @replaces(HybridBlockManager, "_slide")
