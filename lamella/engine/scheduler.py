@@ -332,10 +332,8 @@ class Scheduler:
     # Admission
 
     def _admit(self, num_new: dict[int, int], budget: int) -> None:
-        self.queue.new_round()
         while self.queue and budget and self.rows.has_free_row:
-            request = self.queue.next(self._num_steps)
-            match = self.manager.match(request.token_ids, request.salt)
+            request, match = self.queue.next(self._num_steps)
             if self.running and not self._admission.has_room(request, match, self.running, len(self.queue)):
                 if self._slide_running():
                     continue
@@ -354,7 +352,7 @@ class Scheduler:
                 elif not self.running:
                     self._clear_for(request, match)
                 return
-            self.queue.discard(request)
+            self.queue.start(request)
             self.rows.put(request, match.num_tokens)
             self.running.append(row)
             self._admitted.add(row)

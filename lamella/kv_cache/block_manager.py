@@ -117,6 +117,10 @@ class HybridBlockManager(CommittingRows):
         tree.expected.add(expectation)
         return expectation
 
+    def rerank(self, expectation: Expectation, rank: int) -> None:
+        """The waiting request will run sooner or later than was thought."""
+        expectation.rank = rank
+
     def settle(self, expectation: Expectation) -> None:
         """The request waits no more."""
         self.tree.expected.settle(expectation)
