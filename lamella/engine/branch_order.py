@@ -76,6 +76,11 @@ class BranchOrder:
                 self._claim(branch, branch.depth)
         self.discard(request)
 
+    def parting_tokens(self, request: Request) -> int:
+        """After how many tokens of the request's prompt the last of the others parts from it."""
+        parent = self._tree.branch_of(request).parent
+        return 0 if parent is None else parent.depth
+
     def next(self) -> tuple[Request, PrefixMatch]:
         """Who is next, and what the cache has of its prompt. There must be one. It stays until `start` or `discard`."""
         while True:

@@ -370,7 +370,7 @@ class Scheduler:
 
     def _begin(self, row: int, request: Request, match: PrefixMatch, most: int) -> int:
         """Room in `row` for the cached prefix and up to `most` tokens more; returns how many, 0 for none."""
-        if not self.manager.begin(row, match, request.salt):
+        if not self.manager.begin(row, match, request.salt, parting_tokens=self.queue.parting_tokens(request)):
             return 0
         chunk = most
         while chunk and not self.manager.grow(row, match.num_tokens, chunk, is_prefill=True):

@@ -43,6 +43,10 @@ class ArrivalOrder:
         """The request waits no more: its prompt is being computed."""
         del self._requests[request]
 
+    def parting_tokens(self, request: Request) -> int:
+        """After how many tokens of the request's prompt another is known to part from it; 0: none is."""
+        return 0
+
     def next(self, step: int) -> tuple[Request, PrefixMatch]:
         """Who is next, and what the cache has of its prompt. There must be one."""
         request = next(iter(self._requests))
@@ -91,6 +95,9 @@ class PrefixOrder:
 
     def start(self, request: Request) -> None:
         self._order_of(self._forget(request)).start(request)
+
+    def parting_tokens(self, request: Request) -> int:
+        return self._order_of(self._step_of[request]).parting_tokens(request)
 
     def next(self, step: int) -> tuple[Request, PrefixMatch]:
         oldest = next(iter(self._ages))

@@ -99,6 +99,10 @@ class WaitingQueue:
                 return other, other_match
         return request, match
 
+    def parting_tokens(self, request: Request) -> int:
+        """After how many tokens of a waiting request's prompt another is known to part from it; 0: none is."""
+        return 0 if request in self._preempted else self._order.parting_tokens(request)
+
     def expect(self, request: Request, rank: int) -> None:
         """What the cache has of the prompt outlasts what nobody waits for. Of lower rank: runs sooner."""
         expectation = self._manager.expect(request.token_ids, request.salt, rank)

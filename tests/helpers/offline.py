@@ -66,7 +66,7 @@ def mix_of(seed: int) -> Mix:
     prompts that are equal or prefixes of others, a common first token, or salts."""
     rng = np.random.default_rng(seed)
     num_groups, most_members = int(rng.integers(3, 60)), int(rng.integers(2, 13))
-    prefix_tokens, suffix_tokens = int(rng.integers(16, 320)), int(rng.integers(1, 64))
+    prefix_tokens, suffix_tokens = int(rng.integers(64, 321)), int(rng.integers(1, 65))
     is_nested, has_bos, has_salts, has_equals = (bool(rng.integers(2)) for _ in range(4))
     system = rng.integers(1, 200_000, int(rng.integers(8, 200))) if is_nested else np.zeros(0, dtype=np.int64)
     prompts: list[Prompt] = []
