@@ -35,7 +35,7 @@ class Branch:
     tokens: np.ndarray
     depth: int  # tokens from the root to the branch's end
     requests: OrderedDict[Request, None] = field(default_factory=OrderedDict)
-    children: OrderedDict[int, Branch] = field(default_factory=OrderedDict)
+    children: OrderedDict[int, Branch] | None = None  # made with the first: most branches never have any
     num_cached: int = -1
     opened: int = 0
     opener: Request | None = None
@@ -72,6 +72,8 @@ class WaitingTree:
             branch = self._roots[request.salt] = self._make(None, tokens, 0)
         while branch.depth < len(tokens):
             first_token = int(tokens[branch.depth])
+            if branch.children is None:
+                branch.children = OrderedDict()
             child = branch.children.get(first_token)
             if child is None:
                 child = branch.children[first_token] = self._make(branch, tokens, len(tokens))
@@ -94,6 +96,7 @@ class WaitingTree:
             if parent is None:
                 del self._roots[request.salt]
                 return None
+            assert parent.children is not None
             del parent.children[int(branch.tokens[parent.depth])]
             branch = parent
         parent = branch.parent
@@ -102,10 +105,11 @@ class WaitingTree:
                 self._forget(branch)
                 del self._roots[request.salt]
             return None
-        if branch.requests or len(branch.children) > 1:
+        if branch.requests or not branch.children or len(branch.children) > 1:
             return None
         _, child = branch.children.popitem()
         child.parent = parent
+        assert parent.children is not None
         parent.children[int(child.tokens[parent.depth])] = child
         self._forget(branch)
         return Merged(branch, child)
@@ -116,6 +120,7 @@ class WaitingTree:
         if branch is None:
             branch = next(iter(self._roots.values()))
         while not branch.requests:
+            assert branch.children is not None, "a branch leads to a prompt"
             branch = next(iter(branch.children.values()))
         return next(iter(branch.requests))
 
@@ -125,7 +130,7 @@ class WaitingTree:
         while open_branches:
             branch = open_branches.pop()
             yield branch
-            open_branches += branch.children.values()
+            open_branches += (branch.children or {}).values()
 
     def _make(self, parent: Branch | None, tokens: np.ndarray, depth: int) -> Branch:
         self._num_made += 1
@@ -140,9 +145,10 @@ class WaitingTree:
         """A new branch that ends at `depth`, inside `branch`, which goes on from there."""
         parent = branch.parent
         assert parent is not None
+        assert parent.children is not None
         upper = self._make(parent, branch.tokens, depth)
         parent.children[int(branch.tokens[parent.depth])] = upper  # in the same place among its siblings
-        upper.children[int(branch.tokens[depth])] = branch
+        upper.children = OrderedDict({int(branch.tokens[depth]): branch})
         branch.parent = upper
         return upper
 
