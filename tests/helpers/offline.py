@@ -17,7 +17,7 @@ from lamella.model_executor.step_plan import StepResult
 from tests.helpers.simulation import full, sliding
 
 GREEDY = SamplingParams(temperature=0)
-LONGEST = 1024
+LONGEST = 640
 
 
 class Prompt(NamedTuple):
@@ -65,7 +65,7 @@ def mix_of(seed: int) -> Mix:
     """Groups of prompts that share a prefix, of random number, sizes and lengths; some have groups within groups,
     prompts that are equal or prefixes of others, a common first token, or salts."""
     rng = np.random.default_rng(seed)
-    num_groups, most_members = int(rng.integers(3, 60)), int(rng.integers(2, 13))
+    num_groups, most_members = int(rng.integers(20, 90)), int(rng.integers(2, 13))
     prefix_tokens, suffix_tokens = int(rng.integers(64, 321)), int(rng.integers(1, 65))
     is_nested, has_bos, has_salts, has_equals = (bool(rng.integers(2)) for _ in range(4))
     system = rng.integers(1, 200_000, int(rng.integers(8, 200))) if is_nested else np.zeros(0, dtype=np.int64)
@@ -85,7 +85,7 @@ def mix_of(seed: int) -> Mix:
     return Mix(
         prompts, specs,
         page_tokens=int(rng.choice([4, 16])),
-        memory_tokens=LONGEST + int(rng.choice([4, 12, 40])) * mean_tokens,
+        memory_tokens=LONGEST + int(rng.choice([2, 6, 12])) * mean_tokens,
         max_num_seqs=int(rng.choice([1, 4, 16, 64])),
         max_num_batched_tokens=int(rng.choice([64, 256, 2048])),
         num_output_tokens=int(rng.integers(1, 9)),
