@@ -2,10 +2,11 @@
 
 The oldest is never chosen, so it runs in every step until it ends. Age is the order in which requests *first* ran: one
 that was preempted keeps it, or newcomers that have more to lose could overtake it for ever. That is why there is
-always progress. Two requests that preempt each other do so while the oldest advances, and nothing endless can come
-before them: preempted requests are the first in the queue, so while one waits (first come, first served) no request
-runs that has not run before. So those that have run come to an end one by one, and the older of the two is the oldest
-at last.
+always progress. Of all that have run and not ended, take the one that first ran first. While it runs it is the oldest,
+and so it ends. While it waits, preempted, nothing endless can come before it: preempted requests are the first in the
+queue, at once (first come, first served) or after WaitingQueue's MAX_WAIT_STEPS at most (by prefix), and from then on
+no request runs that has not run before. Those that have are so many and no more; they preempt each other while the
+oldest of them advances, so they come to an end one by one, and at last there is room for it.
 """
 
 from __future__ import annotations

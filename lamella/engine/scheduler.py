@@ -356,10 +356,8 @@ class Scheduler:
     # Admission
 
     def _admit(self, num_new: dict[int, int], budget: int) -> None:
-        self.queue.new_round()
         while self.queue and budget and self.rows.has_free_row:
-            request = self.queue.next(self._num_steps)
-            match = self.manager.match(request.token_ids, request.salt)
+            request, match = self.queue.next(self._num_steps)
             if self.running and not self._admission.has_room(request, match, self.running, len(self.queue)):
                 if self._slide_running():
                     continue
@@ -379,7 +377,7 @@ class Scheduler:
                     self._clear_for(request, match)
                 return
             self.rows.put(request, match.num_tokens)
-            self.queue.discard(request)
+            self.queue.start(request)
             self.running.append(row)
             self._admitted.add(row)
             self.rows.due[row] = self.manager.next_due(row)
@@ -396,7 +394,7 @@ class Scheduler:
 
     def _begin(self, row: int, request: Request, match: PrefixMatch, most: int) -> int:
         """Room in `row` for the cached prefix and up to `most` tokens more; returns how many, 0 for none."""
-        if not self.manager.begin(row, match, request.salt):
+        if not self.manager.begin(row, match, request.salt, parting_tokens=self.queue.parting_tokens(request)):
             return 0
         chunk = most
         while chunk and not self.manager.grow(row, match.num_tokens, chunk, is_prefill=True):

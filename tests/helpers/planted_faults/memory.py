@@ -203,11 +203,9 @@ def preempted_request_expects_nothing(original, queue, request):
     pass
 
 
-@replaces(WaitingQueue, "expect")
-def rank_ignores_the_policy(original, queue, request, rank):
-    by_prefix, queue._by_prefix = queue._by_prefix, False
-    original(queue, request, rank)
-    queue._by_prefix = by_prefix
+@replaces(HybridBlockManager, "rerank")
+def rank_ignores_the_policy(original, manager, expectation, rank):
+    pass
 
 
 @replaces(PrefixTree, "lock")
