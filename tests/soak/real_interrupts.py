@@ -72,10 +72,12 @@ def _insist(call) -> None:
 
 def _go_on(work, is_over, seconds: list[float], kind: str) -> int:
     """Call `work` until it is over, under interrupts; how many of them ended it."""
-    sender, ended = Sender(seconds, kind), []
-    sender.start()
+    sender, ended, unstarted = Sender(seconds, kind), [], [1]
 
     def attempt() -> None:
+        if unstarted:
+            unstarted.clear()
+            sender.start()
         while not (is_over() and sender.is_done):
             try:
                 if is_over():
@@ -84,6 +86,7 @@ def _go_on(work, is_over, seconds: list[float], kind: str) -> int:
                     work()
             except KeyboardInterrupt:
                 ended.append(1)
+        time.sleep(0.002)  # the system may take its time to deliver the last one
 
     # Twice, for a second interrupt may come while the first is dealt with here.
     _insist(lambda: _insist(attempt))
@@ -147,7 +150,7 @@ def soak(num_runs: int, seed: int) -> tuple[Counter, list[str]]:
         started = time.monotonic()
         try:
             noticed = work(setting, seconds, sender)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             wrong.append(f"run {number}: {work.__name__} {setting} {sender} {seconds}: {type(error).__name__}: {error}")
             signal.signal(signal.SIGINT, signal.default_int_handler)
             noticed = "?"
