@@ -160,7 +160,7 @@ class HybridBlockManager(CommittingRows):
                 self._count_owned(group, +int(tree.refs[group, node] == 0))
                 self.tables[group, row, block] = tree.lock(group, node)
         junction = match.num_structural_tokens // self.page_tokens * self.page_tokens
-        if parting_tokens > match.num_tokens and tree.windowed_groups:  # with the block that they part inside of
+        if junction <= match.num_tokens < parting_tokens and tree.windowed_groups:  # with the block that they part inside of
             junction = ceil_div(parting_tokens, self.page_tokens) * self.page_tokens
         self._junction[row] = junction if junction > match.num_tokens else -1
         if match.num_replayed_tokens and not self._begin_replay(row, match):
