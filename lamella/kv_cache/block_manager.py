@@ -129,7 +129,7 @@ class HybridBlockManager(CommittingRows):
     def begin(self, row: int, match: PrefixMatch, salt: Salt = None, *, parting_tokens: int = 0) -> bool:
         """Give an empty row the cached prefix of `match`: lock its nodes, own a copy of a partial block.
 
-        parting_tokens: where a waiting prompt is known to part from this one; 0: none. It can resume there.
+        parting_tokens: where a waiting prompt will part from this one (0: none), kept unless another was seen to part.
         Where the match is to be replayed, own the windowed pages of the tokens that are replayed.
         False, and nothing changed but evictions, when there is no memory for what the row must own.
         """
@@ -163,7 +163,7 @@ class HybridBlockManager(CommittingRows):
                 self._count_owned(group, +int(tree.refs_at[group][node] == 0))
                 self._pages_at[group][row][block] = tree.lock(group, node)
         junction = match.num_structural_tokens // self.page_tokens * self.page_tokens
-        if parting_tokens > match.num_tokens and tree.windowed_groups:  # with the block that they part inside of
+        if junction <= match.num_tokens < parting_tokens and tree.windowed_groups:  # with the block they part in
             junction = ceil_div(parting_tokens, self.page_tokens) * self.page_tokens
         self._junction[row] = junction if junction > match.num_tokens else -1
         if match.num_replayed_tokens and not self._begin_replay(row, match):
