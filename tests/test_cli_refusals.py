@@ -93,7 +93,8 @@ def test_a_prompt_that_the_model_refuses_is_named(tmp_path, monkeypatch):
     path.write_text('"the cat"\n\n[3, 4]\n{"prompt_token_ids": [3, 99999]}\n')
     arguments = ("generate", "--model", str(folder), "--prompts-file", str(path), "--kv-cache-memory-bytes", "4MiB")
     assert refused(*arguments).startswith(f"Error: {path}, line 4: prompt token 1 is 99999: must lie in [0, ")
-    assert refused(*arguments, "--prompt", "a", "--prompt", "").startswith("Error: --prompt number 2: prompt is empty")
+    too_long = refused(*arguments, "--prompt", "a", "--prompt", "the " * 600)
+    assert too_long.startswith("Error: --prompt number 2: prompt has ")
 
 
 @pytest.mark.parametrize(

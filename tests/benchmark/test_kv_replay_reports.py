@@ -319,5 +319,5 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_run(figures, monkey
     with pytest.raises(ConfigError, match="its folder does not exist"):
         check_plot_path(tmp_path / "missing" / "plot.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r'pip install "lamella\[bench\]"'):
+    with pytest.raises(ConfigError, match=r'pip install "\.\[bench\]"'):
         check_plot_path(tmp_path / "plot.png")

@@ -197,7 +197,7 @@ def test_more_kv_memory_than_there_is_is_refused_before_tables_are_made(folder):
 
 
 def test_memory_that_ends_at_start_up_is_a_capacity_error(folder, monkeypatch):
-    def end(config):
+    def end(config, *, shows_progress):
         raise MemoryError("no 8 GiB")
 
     monkeypatch.setattr("lamella.engine.engine.load_engine", end)

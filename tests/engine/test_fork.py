@@ -59,9 +59,7 @@ if load_library() is not None:
 sys.stdout.flush()
 holder, is_held, is_over = None, threading.Event(), threading.Event()
 def hold():
-    with llm.engine._turns:
-        is_held.set()
-        is_over.wait()
+    llm.engine._turns.run(lambda: (is_held.set(), is_over.wait()))
 holder = threading.Thread(target=hold)
 holder.start()
 is_held.wait()

@@ -51,13 +51,14 @@ def test_each_token_is_decoded_and_added_once_for_its_logprobs(kind):
     processor = OutputProcessor(tokenizer)
     params = SamplingParams(logprobs=2, output_kind=kind, detokenize=False, max_tokens=NUM_TOKENS)
     request = request_of(params)
-    processor.add(None, params, [request])
+    processor.add(processor.new_conversation(None, params, [request]))
     Entry.num_reads = 0
     for index in range(NUM_TOKENS):
         request.output_logprobs.append(Entry(10 + index))
         if index == NUM_TOKENS - 1:
             request.finish_reason = "length"
-        (output,), _ = processor.process(NewTokens([request], [10 + index], [], []))
+        processor.process(NewTokens([request], [10 + index], [], []))
+        (output,) = processor.take()
         completion = output.outputs[0]
         assert completion.cumulative_logprob == -0.25 * (index + 1)
         first = index if kind is RequestOutputKind.DELTA else 0
@@ -71,17 +72,12 @@ def test_each_token_is_decoded_and_added_once_for_its_logprobs(kind):
 
 
 def test_requests_with_equal_stop_strings_share_what_is_prepared():
-    class Streams(CountingTokenizer):
-        def decode_stream(self, skip_special_tokens):
-            return None
-
-    processor = OutputProcessor(Streams())
+    processor = OutputProcessor(CountingTokenizer())
     stops = []
     for name in "abc":
         params = SamplingParams(stop=["one", "two"] if name != "c" else ["three"])
         request = request_of(params)
         request.request_id = name
-        processor.add(None, params, [request])
-        stops.append(processor._conversations[name].samples[0].detokenizer._stops._stops)
+        stops.append(processor.new_conversation(None, params, [request]).stops)
     assert stops[0] is stops[1]
     assert stops[2].given == ("three",)

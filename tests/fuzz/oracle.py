@@ -5,12 +5,14 @@ Each function returns plain values, or raises whatever the reader raises.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import tokenizers
 from gguf.quants import dequantize
 from safetensors.numpy import load_file
 
@@ -101,13 +103,20 @@ def folder_weights(folder: Path) -> dict[str, np.ndarray]:
 def folder_config(folder: Path) -> dict[str, Any]:
     from transformers import AutoConfig, Gemma3TextConfig
 
+    scalar = None
     try:
         config = AutoConfig.from_pretrained(folder)
     except Exception:
-        # What it refuses may be a field that no answer depends on.
+        # What it refuses may be a field that no answer depends on, or a number written the other way.
         given = json.loads((folder / "config.json").read_text("utf-8"))
-        config = Gemma3TextConfig(**{key: value for key, value in given.items() if key in _CONFIG_KEYS})
+        values = {key: value for key, value in given.items() if key in _CONFIG_KEYS}
+        for key in ("final_logit_softcapping", "rms_norm_eps"):
+            values[key] = float(values[key]) if type(values.get(key)) is int else values.get(key)
+        if type(values.get("query_pre_attn_scalar")) is float:
+            scalar = values.pop("query_pre_attn_scalar")
+        config = Gemma3TextConfig(**values)
     config = config.get_text_config()
+    scalar = config.query_pre_attn_scalar if scalar is None else scalar
     softcap = config.final_logit_softcapping
     return {
         "vocab_size": config.vocab_size,
@@ -118,7 +127,7 @@ def folder_config(folder: Path) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
-        "query_scale": config.query_pre_attn_scalar**-0.5,
+        "query_scale": scalar**-0.5,
         "final_logit_softcap": softcap,
         "layers": [
             (kind, config.sliding_window if kind == "sliding_attention" else None, *_rope(config, kind))
@@ -146,21 +155,36 @@ def folder_sampling(folder: Path) -> dict[str, Any]:
     greedy = given.get("do_sample") is False
     defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     values = {key: given[key] if given.get(key) is not None else default for key, default in defaults.items()}
+    if greedy or values["temperature"] < 1e-5:  # no draw would differ
+        values["temperature"] = 0.0
     return {**defaults, "temperature": 0.0, "repetition_penalty": values["repetition_penalty"]} if greedy else values
 
 
 class FolderTokenizer:
-    """transformers' tokenizer of a folder: what tokenizer.json says, not what a class of a model's name makes of it."""
+    """transformers' tokenizer of a folder: what tokenizer.json says, not what a class of a model's name makes of it.
+
+    Where it refuses what is beside tokenizer.json, or asks of it what its own library does not, that library reads it.
+    """
 
     def __init__(self, folder: Path) -> None:
         from transformers import PreTrainedTokenizerFast
 
-        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        self._backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._tokenizer: Any = None
+        with contextlib.suppress(Exception):
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 
     def ids(self) -> list[list[int]]:
+        if self._tokenizer is None:
+            return [self._backend.encode(text).ids for text in TEXTS]
         return [list(self._tokenizer(text).input_ids) for text in TEXTS]
 
-    def chat(self, messages: list[dict[str, str]]) -> str:
+    def chat(self, messages: list[dict[str, str]]) -> str | None:
+        """None: nobody else says."""
+        if self._tokenizer is None:
+            return None
         return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 

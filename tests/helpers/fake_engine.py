@@ -47,7 +47,7 @@ class FakeTokenizer:
         return "".join(word(one) for one in ids)
 
     def decode_stream(self, skip_special_tokens):
-        return SimpleNamespace(step=word)
+        return SimpleNamespace(step=word, num_tentative=0, num_taken_back=0)
 
 
 class Answer(NamedTuple):
@@ -153,7 +153,7 @@ class FakeRunner:
 def fake_models(specs, fails_at: dict[int, str] | None = None, **arguments):
     """Engines made in it have that model. arguments: Simulation's."""
 
-    def load(config: EngineConfig) -> LoadedEngine:
+    def load(config: EngineConfig, *, shows_progress: bool) -> LoadedEngine:
         simulation = Simulation(specs, **arguments)
         return LoadedEngine(
             tokenizer=FakeTokenizer(),

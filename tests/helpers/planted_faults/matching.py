@@ -88,8 +88,8 @@ class _ParentBlind(dict):  # type: ignore[type-arg]
 
 
 @replaces(ChildIndex, "__init__")
-def key_without_parent(original, index):
-    original(index)
+def key_without_parent(original, index, is_source):
+    original(index, is_source)
     assert type(index._nodes) is dict
     index._nodes = _ParentBlind()
 

@@ -115,7 +115,7 @@ def evicts_while_memory_is_free(original, manager, *args):
 
 
 @replaces(HybridBlockManager, "_commit_block")
-def revival_takes_the_wrong_page(original, manager, row, block, key):
+def revival_takes_the_wrong_page(original, manager, row, block, key, **options):
     """Where a tombstone comes back to life, hand over the page of the block after."""
     tree, tables = manager.tree, manager.tables
     node = tree.child(int(manager.frontier[row]), key)
@@ -123,7 +123,7 @@ def revival_takes_the_wrong_page(original, manager, row, block, key):
         is_tombstone = node != NO_NODE and tree.page[group, node] == NULL_PAGE
         if is_tombstone and block + 1 < manager.num_blocks[row] and tables[group, row, block] != NULL_PAGE:
             tables[group, row, [block, block + 1]] = tables[group, row, [block + 1, block]]
-    original(manager, row, block, key)
+    original(manager, row, block, key, **options)
 
 
 # The arena

@@ -9,9 +9,9 @@ from tests.helpers.planted_faults.planting import replaces
 
 
 @replaces(HybridBlockManager, "_commit_new_blocks")
-def step_page_committed_to_the_tree(original, manager, row, blocks):
+def step_page_committed_to_the_tree(original, manager, row, blocks, **options):
     first, manager._first_step_page = manager._first_step_page, 2**62
-    nodes = original(manager, row, blocks)
+    nodes = original(manager, row, blocks, **options)
     manager._first_step_page = first
     return nodes
 
