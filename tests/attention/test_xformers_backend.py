@@ -414,5 +414,5 @@ def test_the_choice_of_xformers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     with pytest.raises(ConfigError, match="CUDA devices, not on cpu; 'auto' and 'torch' work"):
         choose_backend("xformers", torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "xformers.ops", None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=r"pip install 'lamella\[xformers\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[xformers\]'"):
         choose_backend("xformers", cuda)
