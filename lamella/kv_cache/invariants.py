@@ -25,9 +25,9 @@ def check(manager: HybridBlockManager) -> None:
     """Raise InvariantError at the first contradiction.
 
     Checked: every page is in exactly one of free / cached / owned; reference and hold counts equal what
-    rows, planned copies and resume points name; tree and tables agree both ways; nodes exist for a reason;
-    what a row needs to go on is live; slabs hold pages of their own group only; step pages are where the rows say,
-    and no two of them are in each other's way.
+    rows, planned copies and resume points name; planned copies go into pages of their rows; tree and tables agree
+    both ways; nodes exist for a reason; what a row needs to go on is live; slabs hold pages of their own group only;
+    step pages are where the rows say, and no two of them are in each other's way.
     """
     tree_nodes = set(manager.tree.nodes())
     refs, private = _walk_rows(manager, tree_nodes)
@@ -79,9 +79,13 @@ def _walk_rows(manager: HybridBlockManager, tree_nodes: set[int]) -> tuple[Count
                 else:
                     _require(int(tree.page[group, node]) == page, f"row {row}: table and tree differ at block {block}")
                     refs[group, node] += 1
-    for copies in manager.copies.values():
-        for group, source, _ in copies:
+    for row, copies in manager.copies.items():
+        for group, source, target in copies:
             refs[group, source] += 1
+            _require(
+                target in manager.tables[group, row].tolist(),
+                f"row {row} group {group}: a copy is planned into page {target}, which the row does not have",
+            )
     for node in tree_nodes | set(tree.roots().values()):
         _require(int(tree.pins[node]) == pins[node], f"node {node}: {tree.pins[node]} pins, {pins[node]} frontiers")
     return refs, private

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import numpy as np
+
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.retention import RetentionPolicy
@@ -128,11 +130,11 @@ def test_a_failed_step_with_moves_starts_everything_anew():
     assert seen["failed steps with moves"] > 10
 
 
-def bare_manager(num_slabs: int, num_rows: int = 8) -> HybridBlockManager:
-    """Full pages of 1 unit, 3 to a slab; windowed pages of 3 units, a slab each. No prefix caching."""
+def bare_manager(num_slabs: int, num_rows: int = 8, *, enable_prefix_caching: bool = False) -> HybridBlockManager:
+    """Full pages of 1 unit, 3 to a slab; windowed pages of 3 units, a slab each."""
     return HybridBlockManager(
         build_layout([full(), sliding(9, heads=3)], page_tokens=4), num_slabs=num_slabs, num_rows=num_rows,
-        max_model_len=32, interval_tokens=4, enable_prefix_caching=False,
+        max_model_len=32, interval_tokens=4, enable_prefix_caching=enable_prefix_caching,
     )  # fmt: skip
 
 
@@ -166,3 +168,37 @@ def test_a_slab_comes_free_for_another_group():
     assert (manager.table_stamps[0, [1, 5]] != stamps[0, [1, 5]]).all()
     manager.end_step()
     assert manager.moves == []
+
+
+def test_the_target_of_a_copy_stays_while_other_pages_move():
+    """Row 1 finds 6 tokens, so it is to have a copy of half a block; that copy's full page is alone in its slab. Row 2
+    needs a slab for a windowed page. The slab of that one page would be the least to move, but it is to be written
+    before the step: the other slab with a free page is emptied, the copy's source in it, and the plan says so."""
+    tokens = np.arange(8, dtype=np.int32)
+    manager = bare_manager(9, enable_prefix_caching=True)
+    assert manager.begin(0, manager.match(tokens))
+    assert manager.grow(0, 0, 6, is_prefill=True)
+    manager.release(0, tokens, 6)
+    (beside_cached,) = manager.arena.allocate(0, 1)  # somebody else's, as is a slab full of pages
+    others = manager.arena.allocate(0, 3)
+    match = manager.match(tokens)
+    assert match.num_tokens == 6
+    assert manager.begin(1, match)
+    ((_, source, target), windowed) = manager.copies[1]
+    cached = manager.tree.page[0, [match.path[0], source]].tolist()
+    assert [page // 3 for page in cached] == [beside_cached // 3] * 2
+    manager.arena.free(0, beside_cached)
+    manager.arena.free(0, others[0])
+    assert manager.arena.allocate(1, manager.arena.num_free_slabs) is not None
+    assert manager.arena.num_lent_slabs[0] == 3, "the cached pages', somebody else's, and the target's alone"
+    assert manager.begin(2, manager.match(tokens + 40))
+    assert manager.grow(2, 0, 4, is_prefill=True)
+    assert manager.tables[0, 2, 0] == others[0]
+
+    (move,) = manager.moves
+    where = dict(zip(move.sources.tolist(), move.targets.tolist(), strict=True))
+    assert sorted(where) == sorted(cached)
+    assert manager.tables[0, 1, :2].tolist() == [where[cached[0]], target]
+    (full_copy, windowed_copy) = manager.planned_copies()
+    assert [pages.tolist() for pages in full_copy] == [[where[cached[1]]], [target]]
+    assert windowed_copy[1].tolist() == [windowed[2]] == [manager.tables[1, 1, 1]]

@@ -253,6 +253,7 @@ SCENARIOS = [
     test_passed_resume_points.test_the_next_turn_passes_the_turn_before,
     test_passed_resume_points.test_a_place_where_prompts_part_is_not_passed,
     test_moves.test_a_slab_comes_free_for_another_group,
+    test_moves.test_the_target_of_a_copy_stays_while_other_pages_move,
     test_page_moves.test_moves_run_in_their_order_and_copies_after_them,
     test_step_pages.TestWhichBlocks().test_a_second_chunk_gives_none_for_blocks_that_are_there,
     test_step_pages.TestWhichBlocks().test_where_prompts_parted_a_window_stays_too,
@@ -265,6 +266,7 @@ SCENARIOS = [
     test_step_pages.test_a_preempted_prefill_resumes_where_it_was,
     lambda: test_step_pages.test_tight_memory_gives_what_the_prompts_foretell(1, *test_step_pages.READ_LATER, True),
     *[lambda seed=seed: test_moves.life(seed, num_failing=3) for seed in range(100, 104)],
+    lambda: test_moves.life(6),  # where a copy's target is in the slab that were the least to move
 ]
 
 LAYERS = [full(), full(2), sliding(2), sliding(5), sliding(13), sliding(4, 2), chunked(3), chunked(8)]
