@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,12 +155,12 @@ def folder_end_tokens(folder: Path) -> set[int]:
 
 def folder_sampling(folder: Path) -> dict[str, Any]:
     given = json.loads((folder / "generation_config.json").read_text("utf-8"))
-    greedy = given.get("do_sample") is False
     defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     values = {key: given[key] if given.get(key) is not None else default for key, default in defaults.items()}
-    if greedy or values["temperature"] < 1e-5:  # no draw would differ
-        values["temperature"] = 0.0
-    return {**defaults, "temperature": 0.0, "repetition_penalty": values["repetition_penalty"]} if greedy else values
+    # Below this, dividing by the temperature leaves one token: no draw would differ, whatever it is made from.
+    if given.get("do_sample") is False or values["temperature"] < 1e-5:
+        return {**defaults, "temperature": 0.0, "repetition_penalty": values["repetition_penalty"]}
+    return values
 
 
 class FolderTokenizer:
@@ -173,8 +176,8 @@ class FolderTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._tokenizer: Any = None
-        with contextlib.suppress(Exception):
-            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        with contextlib.suppress(Exception), _with_added_tokens(folder) as whole:
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(whole)
 
     def ids(self) -> list[list[int]]:
         if self._tokenizer is None:
@@ -186,6 +189,20 @@ class FolderTokenizer:
         if self._tokenizer is None:
             return None
         return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+@contextlib.contextmanager
+def _with_added_tokens(folder: Path) -> Iterator[Path]:
+    """`folder`, or a copy in which the list is written out: to the tokenizers library an absent one is an empty one,
+    and transformers fails on it with a bare KeyError."""
+    document = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    if "added_tokens" in document:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copytree(folder, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+        (Path(copy) / "tokenizer.json").write_text(json.dumps({**document, "added_tokens": []}), "utf-8")
+        yield Path(copy)
 
 
 def gguf_ids(path: Path) -> list[list[int]]:

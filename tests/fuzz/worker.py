@@ -1,7 +1,7 @@
 """A process that loads mutants one after another and says what it found.
 
-Reads numbers from its standard input. Writes one JSON object a line: what it is about to try, so that a crash has
-a name; that loading is over, with the seconds it took; and the verdict.
+Reads "begin", when the base folder is there, and then numbers from its standard input. Writes one JSON object a line:
+what it is about to try, so that a crash has a name; that loading is over, with the seconds it took; and the verdict.
 """
 
 from __future__ import annotations
@@ -13,23 +13,30 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from lamella.engine.config import EngineConfig
 from lamella.engine.model_setup import LoadedEngine, load_engine
 from lamella.errors import CapacityError, ModelLoadError, RequestError
-from tests.fuzz import oracle
+from tests.fuzz import oracle, planted
 from tests.fuzz.mutations import Mutant, make_mutant, remove_mutant
 
 MAX_GROWTH_BYTES = 1 << 30
 
 
 class Checker:
-    def __init__(self, base: Path, scratch: Path) -> None:
-        self._base, self._scratch = base, scratch
+    """Loads mutants of the models in `base` and compares each with what other readers find.
+
+    say: takes what is to be told. faults: number -> the fault of `planted.py` to commit there.
+    """
+
+    def __init__(self, base: Path, scratch: Path, say: Callable[..., None], faults: Mapping[int, str]) -> None:
+        self._base, self._scratch, self._say, self._faults = base, scratch, say, faults
         # What is loaded at the first use is no growth.
         for name in ("hf", "gguf/model.gguf"):
             self._load(base / name)
@@ -39,12 +46,15 @@ class Checker:
 
     def check(self, number: int) -> None:
         mutant = make_mutant(self._base, number, self._scratch / str(number))
-        say(number=number, trying=mutant.note)
+        self._say(number=number, trying=mutant.note)
         loaded, refusal, problem = None, None, None
+        fault = self._faults.get(number, "")
         started = time.perf_counter()
         limit = data_bytes() + MAX_GROWTH_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
         try:
+            if fault in planted.BEFORE:
+                planted.BEFORE[fault]()
             loaded = self._load(mutant.folder / "model.gguf" if mutant.format == "gguf" else mutant.folder)
         except (ModelLoadError, CapacityError) as error:
             refusal = f"{type(error).__name__}: {error}"
@@ -52,11 +62,13 @@ class Checker:
             problem = f"raised {type(error).__name__}: {error!s:.300} at {where(error)}"
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        say(number=number, seconds=time.perf_counter() - started)
+        self._say(number=number, seconds=time.perf_counter() - started)
         if loaded is not None:
+            if fault in planted.AFTER:
+                planted.AFTER[fault](loaded)
             problem = self._wrong(mutant, loaded)
-        say(number=number, outcome="loaded" if loaded else "refused" if refusal else "raised", problem=problem,
-            refusal=refusal)  # fmt: skip
+        self._say(number=number, outcome="loaded" if loaded else "refused" if refusal else "raised", problem=problem,
+                  refusal=refusal)  # fmt: skip
         remove_mutant(mutant)
 
     def _load(self, path: Path) -> LoadedEngine:
@@ -193,22 +205,22 @@ def data_bytes() -> int:
     raise RuntimeError("/proc/self/status has no VmData")
 
 
-def say(**what: Any) -> None:
-    print(json.dumps(what), file=_OUT, flush=True)
-
-
 def main() -> None:
-    import torch
+    # What libraries print must not come between.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(**what: Any) -> None:
+        print(json.dumps(what), file=out, flush=True)
 
     torch.set_num_threads(1)
-    checker = Checker(Path(sys.argv[1]), Path(sys.argv[2]))
+    faults = {int(number): fault for number, fault in json.loads(sys.argv[3]).items()}
+    sys.stdin.readline()
+    checker = Checker(Path(sys.argv[1]), Path(sys.argv[2]), say, faults)
     say(ready=True)
     for line in sys.stdin:
         checker.check(int(line))
 
 
 if __name__ == "__main__":
-    # What libraries print must not come between.
-    _OUT = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     main()

@@ -20,7 +20,7 @@ _MERGES_KEY = "tokenizer.ggml.merges"
 _TYPES_KEY = "tokenizer.ggml.token_type"
 TOKENIZER_ARRAYS = (TOKENS_KEY, _MERGES_KEY)
 _SPACE = "\u2581"
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _NAMES = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
           "sep_token": "seperator_token_id", "pad_token": "padding_token_id", "cls_token": "cls_token_id",
           "mask_token": "mask_token_id"}  # fmt: skip
@@ -169,9 +169,9 @@ def _added_tokens(
 ) -> list[dict[str, Any]]:
     """Tokens that are cut out of a text before BPE sees it.
 
-    Files mark them as control or user-defined tokens. Some converters mark turn markers as normal ones, and older files
-    mark nothing; but a token of several characters that no two tokens make up would never come out of BPE, so it is one
-    of these as well. merged: the tokens that two others make up.
+    Files mark them as control, unknown or user-defined tokens. Some converters mark turn markers as normal ones, and
+    older files mark nothing; but a token of several characters that no two tokens make up would never come out of BPE,
+    so it is one of these as well. merged: the tokens that two others make up.
     """
     types = _token_types(fields, len(spelled))
     stated = {spelled[token_id] for token_id in special_token_ids(fields).values()} | {_MASK}
@@ -185,7 +185,7 @@ def _added_tokens(
             continue  # a run of spaces, which BPE makes up
         is_loose = len(token) > 1 and token not in merged and not _BYTE_TOKEN.fullmatch(token)
         is_run = kind is None and len(set(token)) == 1 and token.isspace()
-        if kind == _CONTROL or token in stated:
+        if kind in (_CONTROL, _UNKNOWN) or token in stated:
             special = True
         elif kind in (_NORMAL, None) and (is_loose or is_run):
             special = bool(_MARKER.fullmatch(token)) or (is_loose and any(token in text for text in templates))

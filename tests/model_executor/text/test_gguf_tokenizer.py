@@ -26,6 +26,7 @@ TEXTS = (
     " abc  <eos>",
     "",
     "<mask>",
+    "<pad>a<unk>b",
 )
 
 
@@ -45,7 +46,7 @@ def vocabulary():
     return tokens, types
 
 
-def save(path, tokens, types, **keys):
+def save(path, tokens, types, names=("bos", "eos", "unk", "pad"), **keys):
     import gguf
 
     writer = gguf.GGUFWriter(path, "gemma3")
@@ -56,8 +57,8 @@ def save(path, tokens, types, **keys):
     writer.add_token_scores([0.0] * len(tokens))
     if types is not None:
         writer.add_token_types(types)
-    for key, token_id in {"bos": 2, "eos": 1, "unk": 3, "pad": 0}.items():
-        getattr(writer, f"add_{key}_token_id")(token_id)
+    for name in names:
+        getattr(writer, f"add_{name}_token_id")({"bos": 2, "eos": 1, "unk": 3, "pad": 0}[name])
     for key, token_id in keys.items():
         writer.add_uint32(f"tokenizer.ggml.{key}", token_id)
     writer.add_chat_template(CHAT)
@@ -102,6 +103,13 @@ def test_markers_typed_as_normal_tokens(oracle, tmp_path):
     tokenizer = load(save(tmp_path / "m.gguf", tokens, types), tmp_path)
     assert len(tokenizer.encode("<start_of_turn>", add_special_tokens=False)) == 1
     assert_equal(tokenizer, oracle)
+
+
+@pytest.mark.parametrize("missing", ["bos", "eos", "unk", "pad"])
+def test_types_make_tokens_special_that_no_key_names(oracle, tmp_path, missing):
+    tokens, types = vocabulary()
+    names = [name for name in ("bos", "eos", "unk", "pad") if name != missing]
+    assert_equal(load(save(tmp_path / "m.gguf", tokens, types, names), tmp_path / "cache"), oracle)
 
 
 def test_no_types_at_all(oracle, tmp_path):
