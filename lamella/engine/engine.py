@@ -194,13 +194,17 @@ class Engine:
             self._recover(loaded)
             raise
 
-    @in_turn
     def abort(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
         """End requests now; returns their last outputs (finish_reason "abort"), and those that no `step` came to
         return. Unknown ids are ignored: they may just have finished. If it is interrupted, all are ended or none; the
         next `step` returns outputs that this call could not."""
-        loaded = self._require_settled()
         given = dict.fromkeys([request_id] if isinstance(request_id, str) else request_id)
+        self._abort(given)
+        return self._outputs.take_of(given)
+
+    @in_turn
+    def _abort(self, given: Iterable[str]) -> None:
+        loaded = self._require_settled()
         try:
             self._books = _Books.HALF_DONE
             ended = self._outputs.abort([one for one in given if one in self._outputs])
@@ -211,7 +215,6 @@ class Engine:
         except BaseException:
             self._recover(loaded)
             raise
-        return self._outputs.take_of(given)
 
     def abort_request(self, request_ids: str | Iterable[str], **vllm_arguments: Any) -> None:
         """`abort` under vLLM's name, which returns nothing."""
@@ -229,7 +232,6 @@ class Engine:
     def get_num_unfinished_requests(self) -> int:
         return self.num_unfinished_requests
 
-    @in_turn
     def step(self) -> list[RequestOutput]:
         """Run one step of the batch; returns the outputs of requests that got a token (or, for
         FINAL_ONLY, that finished). With async scheduling the next step is launched before this one's outputs are made.
@@ -241,6 +243,7 @@ class Engine:
         self._interrupts.run(self._step)
         return self._outputs.take()
 
+    @in_turn
     def _step(self) -> None:
         loaded = self._require_settled()
         if self._outputs.has_outputs:

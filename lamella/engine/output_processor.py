@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -183,22 +183,30 @@ class OutputProcessor:
         return ended
 
     # Whoever does not get the outputs must find them here: forgetting them is the last thing that is done, on the line
-    # that returns them, and after it nothing is called that could be interrupted.
+    # that returns them, and after it nothing is called that could be interrupted. Nor may another thread come between:
+    # Python changes threads, and runs signal handlers, at the beginning of a call, not within `_swap` and `_replace`.
 
     def take(self) -> list[RequestOutput]:
-        """The outputs that are due, each once."""
-        taken = self._outputs
-        return (self._leave([]), taken)[1]
+        """The outputs that are due, each once. Any thread may call, without a turn."""
+        return self._swap([])
 
     def take_of(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Those of these requests."""
-        wanted = set(request_ids)
-        taken = [output for output in self._outputs if output.request_id in wanted]
-        left = [output for output in self._outputs if output.request_id not in wanted]
-        return (self._leave(left), taken)[1]
+        wanted, before = set(request_ids), self._outputs
+        taken = [output for output in before if output.request_id in wanted]
+        left = [output for output in before if output.request_id not in wanted]
+        return taken if self._replace(before, left) else self.take_of(wanted)
 
-    def _leave(self, outputs: list[RequestOutput]) -> Any:
+    def _swap(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        before, self._outputs = self._outputs, outputs
+        return before
+
+    def _replace(self, before: list[RequestOutput], outputs: list[RequestOutput]) -> bool:
+        """False, and nothing changed, where outputs came or were taken since they were `before`."""
+        if self._outputs is not before:
+            return False
         self._outputs = outputs
+        return True
 
     def settle(self, *, restores: bool) -> None:
         """After an exception: finish what was found, or undo what was not.
@@ -222,7 +230,8 @@ class OutputProcessor:
 
     def _keep(self, samples: list[_Sample], touched: Iterable[Conversation], num_new_tokens: int) -> None:
         """What has come of the step is what holds, all of it."""
-        outputs, finished_ids = list(self._outputs), []
+        outputs: list[RequestOutput] = []
+        finished_ids: list[str] = []
         for conversation in touched:
             is_finished = conversation.is_finished
             if is_finished:
@@ -242,7 +251,12 @@ class OutputProcessor:
             sample.keep()
         for request_id in finding.finished_ids:
             self._conversations.pop(request_id, None)
-        self._outputs = finding.outputs
+        is_given = not finding.outputs
+        while not is_given:
+            before = self._outputs
+            is_given = any(one is finding.outputs[0] for one in before) or self._replace(
+                before, [*before, *finding.outputs]
+            )
         self.num_kept_tokens = finding.num_kept_tokens
         self._is_open = False
         self._finding = None
