@@ -127,7 +127,8 @@ class TestWhatIsSent:
         assert first == same
         assert first != other
 
-    def test_warmup_is_not_measured_and_sends_no_prompt_of_the_run(self):
+    def test_warmup_is_not_measured_and_sends_no_prompt_of_the_run(self, monkeypatch):
+        monkeypatch.setattr(FakeLLM, "generate_seconds", 2.0)  # more than a busy machine delays anything
         llms = []
 
         def factory(**arguments):
