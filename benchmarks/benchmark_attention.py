@@ -4,7 +4,7 @@
     python benchmarks/benchmark_attention.py --workload decode-64-window --page-size 16 --page-size 128
     python benchmarks/benchmark_attention.py --device cuda
 
-On a GPU it is the Triton kernels beside other libraries' kernels, on other workloads: lamella/benchmark/gpu_attention.
+On a GPU it is the Triton kernels beside other libraries' kernels, on other workloads: benchmarks/gpu_attention.
 What follows is about the CPU.
 
 Steps take turns with each other (backends, and a window at 2k and at 32k of context) and with a measurement of what
@@ -30,7 +30,7 @@ import click
 import numpy as np
 import torch
 
-from lamella.attention.backend import (
+from lamella.attention.contract import (
     BACKEND_NAMES,
     AttentionBackend,
     AttentionParams,
@@ -291,8 +291,8 @@ def write_results(table: str, results: list, output_json: str | None, output_mar
 
 def measure_on_gpu(workloads, page_sizes, kv_dtype, device, num_steps, output_json, output_markdown) -> None:
     # These import triton.
-    from lamella.benchmark.gpu_attention.comparison import machine_line, run
-    from lamella.benchmark.gpu_attention.report import markdown as gpu_markdown
+    from gpu_attention.comparison import machine_line, run
+    from gpu_attention.report import markdown as gpu_markdown
 
     tables, figures = [], []
     for page_tokens in page_sizes or (16,):

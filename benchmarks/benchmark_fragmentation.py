@@ -12,8 +12,8 @@ from __future__ import annotations
 import click
 import numpy as np
 
-from lamella.benchmark.fragmentation import COMPACT, Fragmentation, FragmentationRun, Traffic
-from lamella.benchmark.kv_replay.layouts import LAYOUTS, layer_specs
+from fragmentation import COMPACT, Fragmentation, FragmentationRun, Traffic
+from kv_replay.layouts import LAYOUTS, layer_specs
 from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.report import format_table
 

@@ -17,18 +17,18 @@ from pathlib import Path
 
 import click
 
-from lamella.benchmark.kv_replay.host_report import decode_report, prompt_report
-from lamella.benchmark.kv_replay.host_table import DecodeSizes, HostTable, PromptSizes, decode_jobs, prompt_jobs
-from lamella.benchmark.kv_replay.jobs import Job, run_jobs
-from lamella.benchmark.kv_replay.layouts import LAYOUTS
-from lamella.benchmark.kv_replay.plot import plot_replays
-from lamella.benchmark.kv_replay.replay_table import ReplayTable, replay_jobs
-from lamella.benchmark.kv_replay.report import replay_report
-from lamella.benchmark.kv_replay.results import Refusal, Result, budget_name
-from lamella.benchmark.kv_replay.systems import Limits, parse_system
-from lamella.benchmark.kv_replay.traces import FILES
+from kv_replay.host_report import decode_report, prompt_report
+from kv_replay.host_table import DecodeSizes, HostTable, PromptSizes, decode_jobs, prompt_jobs
+from kv_replay.jobs import Job, run_jobs
+from kv_replay.layouts import LAYOUTS
+from kv_replay.plot import plot_replays
+from kv_replay.replay_table import ReplayTable, replay_jobs
+from kv_replay.report import replay_report
+from kv_replay.results import Refusal, Result, budget_name
+from kv_replay.systems import Limits, parse_system
+from kv_replay.traces import FILES
 from lamella.benchmark.plot_path import check_plot_path
-from lamella.engine.waiting_queue import SCHEDULING_POLICIES
+from lamella.engine.scheduling.waiting_queue import SCHEDULING_POLICIES
 from lamella.errors import ConfigError, LamellaError
 
 

@@ -20,8 +20,8 @@ import numpy as np
 from tokenizers import Tokenizer, models
 
 from lamella import LLM, SamplingParams
-from lamella.benchmark.markdown import table
-from lamella.engine.waiting_queue import SCHEDULING_POLICIES
+from lamella.engine.scheduling.waiting_queue import SCHEDULING_POLICIES
+from markdown_tables import table
 
 PROMPT_TOKENS = 38
 PAGE_TOKENS = 16

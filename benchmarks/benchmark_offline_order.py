@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import click
 
-from lamella.benchmark.kv_replay.layouts import LAYOUTS
-from lamella.benchmark.kv_replay.systems import Limits
-from lamella.benchmark.offline_order import PrefixGroups, order_report, run_orders
+from kv_replay.layouts import LAYOUTS
+from kv_replay.systems import Limits
 from lamella.errors import LamellaError
+from offline_order import PrefixGroups, order_report, run_orders
 
 
 @click.command(context_settings={"show_default": True}, help=__doc__.splitlines()[0])

@@ -18,21 +18,21 @@ from pathlib import Path
 
 import click
 
-from lamella.benchmark.compare_engines.engines import (
+from compare_engines.engines import (
     ENGINES,
     LLAMA_CPP_CACHES,
     QUANTIZATIONS,
     EngineOptions,
     engine_setups,
 )
-from lamella.benchmark.compare_engines.plot import plot_comparison
-from lamella.benchmark.compare_engines.report import comparison_report
-from lamella.benchmark.compare_engines.results import Comparison
-from lamella.benchmark.compare_engines.rounds import compare
-from lamella.benchmark.compare_engines.workloads import FIRST_TOKEN, WARM_UP, WORKLOADS, parse_workloads
+from compare_engines.plot import plot_comparison
+from compare_engines.report import comparison_report
+from compare_engines.results import Comparison
+from compare_engines.rounds import compare
+from compare_engines.workloads import FIRST_TOKEN, WARM_UP, WORKLOADS, parse_workloads
 from lamella.benchmark.plot_path import check_plot_path
 from lamella.errors import ConfigError, LamellaError
-from lamella.model_executor.loading import load_config, resolve_model
+from lamella.model_executor.weights.loading import load_config, resolve_model
 
 POSITIVE = click.IntRange(min=1)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from lamella.benchmark.compare_engines.hf_folder import write_hf_folder
+from compare_engines.hf_folder import write_hf_folder
 from lamella.errors import LamellaError
 
 

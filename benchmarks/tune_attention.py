@@ -30,10 +30,8 @@ from lamella.errors import ConfigError
 @click.option("--dry-run", is_flag=True, help="print, write nothing")
 def main(kernels, head_dims, bits, device, num_repeats, table_path, dry_run) -> None:
     # These import triton.
-    from lamella.attention.triton.backend import device_arch
-    from lamella.attention.triton.tuning import TABLE_PATH, choose_tile
-    from lamella.benchmark.gpu_attention.comparison import check_device, machine_line
-    from lamella.benchmark.gpu_attention.tile_choice import (
+    from gpu_attention.comparison import check_device, machine_line
+    from gpu_attention.tile_choice import (
         HEAD_DIM_CLASSES,
         KERNELS,
         candidates,
@@ -41,8 +39,10 @@ def main(kernels, head_dims, bits, device, num_repeats, table_path, dry_run) -> 
         format_table,
         with_tile,
     )
-    from lamella.benchmark.gpu_attention.tile_trials import try_tiles
-    from lamella.benchmark.gpu_attention.timing import Timer
+    from gpu_attention.tile_trials import try_tiles
+    from gpu_attention.timing import Timer
+    from lamella.attention.triton.backend import device_arch
+    from lamella.attention.triton.tuning import TABLE_PATH, choose_tile
 
     device = torch.device(device)
     try:

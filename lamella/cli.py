@@ -20,8 +20,8 @@ from lamella.cli_options import FieldOptions, GroupedCommand, GroupedOption, Num
 from lamella.cli_prompts import placed_prompts, with_place
 from lamella.engine.config import EngineConfig
 from lamella.errors import LamellaError
-from lamella.model_executor.cache_folder import default_cache_dir
-from lamella.model_executor.cache_listing import CACHE_KINDS, cache_report, clear_cache, list_cache
+from lamella.model_executor.weights.cache_folder import default_cache_dir
+from lamella.model_executor.weights.cache_listing import CACHE_KINDS, cache_report, clear_cache, list_cache
 from lamella.planner.model_specs import model_specs
 from lamella.planner.plan import PlanOptions, make_plan
 from lamella.planner.plot import plot_plan

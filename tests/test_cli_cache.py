@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 
 from lamella.cli import cli
-from lamella.model_executor import loading
-from lamella.model_executor.loading import load_config, load_weights, resolve_model
+from lamella.model_executor.weights import loading
+from lamella.model_executor.weights.loading import load_config, load_weights, resolve_model
 from tests.helpers.tiny_gemma import native_shapes, save_tiny_gemma
 
 DAY = 86400
@@ -103,7 +103,7 @@ def test_clear_with_filters(cache_dir, filters, num_removed, num_left):
 
 
 def test_what_is_being_written_is_not_touched(cache_dir):
-    from lamella.model_executor.cache_folder import written_entry
+    from lamella.model_executor.weights.cache_folder import written_entry
 
     path = cache_dir / ("model-" + "a" * 20) / ("weights-x-" + "b" * 20 + ".safetensors")
     with written_entry(path) as file:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lamella.attention.backend import AttentionParams, LayerCache
+from lamella.attention.contract import AttentionParams, LayerCache
 from lamella.attention.metadata import AttentionMetadata
 from lamella.errors import ConfigError, InvariantError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec

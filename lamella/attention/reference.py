@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lamella.attention.backend import AttentionParams, LayerCache, token_major_cache
+from lamella.attention.contract import AttentionParams, LayerCache, token_major_cache
 from lamella.attention.kv_dtype import to_kv_dtype
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.write_arguments import check_write

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from lamella.attention.backend import AttentionParams, LayerCache, token_major_cache
+from lamella.attention.contract import AttentionParams, LayerCache, token_major_cache
 from lamella.attention.kv_dtype import to_kv_dtype
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.torch_decode import decode

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lamella.attention.backend import AttentionParams, LayerCache
+from lamella.attention.contract import AttentionParams, LayerCache
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.torch_softmax import attention_weights
 from lamella.errors import InvariantError

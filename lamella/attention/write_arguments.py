@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lamella.attention.backend import LayerCache
+from lamella.attention.contract import LayerCache
 from lamella.attention.metadata import AttentionMetadata
 from lamella.errors import InvariantError
 

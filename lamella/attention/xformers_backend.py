@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lamella.attention.backend import AttentionBackend, AttentionParams, LayerCache, token_major_cache
+from lamella.attention.contract import AttentionBackend, AttentionParams, LayerCache, token_major_cache
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.xformers_masks import PAGED_TOKENS, pack_keys, paged_mask
 from lamella.kv_cache.spec import KVCacheSpec

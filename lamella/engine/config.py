@@ -8,15 +8,15 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from lamella.argument_checks import FRACTION, MOST_SEED, MOST_TOKENS, WholeRange, path_text, shown, truth_value
-from lamella.attention.backend import BACKEND_NAMES
+from lamella.attention.contract import BACKEND_NAMES
 from lamella.attention.kv_dtype import KV_CACHE_DTYPES
+from lamella.engine.scheduling.waiting_queue import SCHEDULING_POLICIES
 from lamella.engine.vllm_engine_arguments import ENGINE_ARGUMENTS, NONE_IS_DEFAULT
 from lamella.engine.vllm_keywords import takes_vllm_keywords
-from lamella.engine.waiting_queue import SCHEDULING_POLICIES
 from lamella.errors import ConfigError
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.split import check_ratio
-from lamella.model_executor.operators.choice import QUANTIZATIONS
+from lamella.model_executor.layers.choice import QUANTIZATIONS
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 KV_SPLITS = ("elastic", "ratio")

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
-from lamella.engine.stop_strings import Match, StopMatcher, StopStrings
 from lamella.errors import InvariantError
+from lamella.model_executor.text.stop_strings import Match, StopMatcher, StopStrings
 
 
 class DecodeStream(Protocol):

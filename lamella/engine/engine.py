@@ -20,9 +20,9 @@ from lamella.engine.model_setup import LoadedEngine, load_engine
 from lamella.engine.output_processor import OutputProcessor
 from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, parse_prompt
-from lamella.engine.request import Request
-from lamella.engine.request_rows import require_fitting
 from lamella.engine.sampling_params import SamplingParams
+from lamella.engine.scheduling.request import Request
+from lamella.engine.scheduling.request_rows import require_fitting
 from lamella.engine.turns import Turns, in_turn
 from lamella.engine.vllm_keywords import refuse_foreign
 from lamella.engine.vllm_request_arguments import (
@@ -36,7 +36,7 @@ from lamella.kv_cache import invariants
 from lamella.kv_cache.block_manager import GroupUsage
 from lamella.kv_cache.counters import KVCacheCounters, count_kv_cache
 from lamella.kv_cache.report import kv_cache_report
-from lamella.model_executor.model_config import ModelConfig
+from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.runner import LaunchedStep
 from lamella.model_executor.text.tokenizer import Tokenizer
 from lamella.native.fork_guard import FORK_GUARD

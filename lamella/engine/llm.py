@@ -21,7 +21,7 @@ from lamella.engine.turns import Turns, in_turn
 from lamella.engine.vllm_keywords import refuse_foreign
 from lamella.engine.vllm_request_arguments import CHAT_ARGUMENTS, GENERATE_ARGUMENTS
 from lamella.errors import EngineClosedError, LamellaError, RequestError
-from lamella.model_executor.model_config import ModelConfig
+from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from lamella.attention.backend import choose_backend
+from lamella.attention.contract import choose_backend
 from lamella.attention.kv_dtype import KV_CACHE_DTYPES
 from lamella.engine.config import EngineConfig
 from lamella.engine.sampling_params import SamplingParams
-from lamella.engine.scheduler import Scheduler
+from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.errors import CapacityError, ConfigError
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import KVLayout, build_layout, without_sliding
@@ -24,20 +24,20 @@ from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import PoolSize, decode_table_widths, size_pool
 from lamella.kv_cache.split import split_pools
 from lamella.model_executor.decode_graphs import CAPTURABLE_BACKENDS, CudaGraphs
-from lamella.model_executor.kv_scales import load_kv_scales
-from lamella.model_executor.loading import (
+from lamella.model_executor.layers.choice import choose_operators
+from lamella.model_executor.memory_profile import CudaMeter, LargestBatch, profile_memory
+from lamella.model_executor.models.config import ModelConfig, kv_sharing, layer_specs
+from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
+from lamella.model_executor.runner import ModelRunner
+from lamella.model_executor.text.tokenizer import Tokenizer
+from lamella.model_executor.weights.kv_scales import load_kv_scales
+from lamella.model_executor.weights.loading import (
     load_config,
     load_sampling_defaults,
     load_tokenizer,
     load_weights,
     resolve_model,
 )
-from lamella.model_executor.memory_profile import CudaMeter, LargestBatch, profile_memory
-from lamella.model_executor.model_config import ModelConfig, kv_sharing, layer_specs
-from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
-from lamella.model_executor.operators.choice import choose_operators
-from lamella.model_executor.runner import ModelRunner
-from lamella.model_executor.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

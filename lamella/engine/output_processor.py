@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from lamella.engine.detokenizer import IncrementalDetokenizer
-from lamella.engine.new_tokens import NewTokens
 from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from lamella.engine.request import Request
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
-from lamella.engine.stop_strings import StopStrings
+from lamella.engine.scheduling.new_tokens import NewTokens
+from lamella.engine.scheduling.request import Request
 from lamella.model_executor.step_plan import TokenLogprobs
+from lamella.model_executor.text.stop_strings import StopStrings
 from lamella.model_executor.text.tokenizer import Tokenizer
 
 # Of a sample, as of the last step that was kept: tokens, tokens reported, finish_reason, stop_reason.

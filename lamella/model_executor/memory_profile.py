@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from lamella.attention.backend import AttentionBackend
+from lamella.attention.contract import AttentionBackend
 from lamella.errors import CapacityError
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.memory import MemoryProfile, allocate_arena

@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lamella.attention.backend import AttentionBackend
+from lamella.attention.contract import AttentionBackend
 from lamella.attention.metadata import require_covering_tables, to_device
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.decode_graphs import DecodeBuffers, DecodeGraphs, GraphMaker, batch_sizes
-from lamella.model_executor.head_sampling import sample_from_head
-from lamella.model_executor.kv_scales import KVScales
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
 from lamella.model_executor.receptive_field import ReceptiveField
-from lamella.model_executor.sampler import Sampler
-from lamella.model_executor.sampler_choice import choose_sampler
+from lamella.model_executor.sampling.head_sampling import sample_from_head
+from lamella.model_executor.sampling.sampler import Sampler
+from lamella.model_executor.sampling.sampler_choice import choose_sampler
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
 from lamella.model_executor.step_buffers import PackedShape, StepInputs, StepUpload, host_inputs
 from lamella.model_executor.step_plan import StepPlan, StepResult
+from lamella.model_executor.weights.kv_scales import KVScales
 
 if TYPE_CHECKING:
-    from lamella.model_executor.device_sampling.sampler import DeviceSampler
+    from lamella.model_executor.sampling.device.device_sampler import DeviceSampler
 
 ALL_TOKENS: Mapping[int, np.ndarray] = MappingProxyType({})  # every layer takes in all tokens
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lamella.attention.backend import AttentionBackend, AttentionParams, LayerCache, attend
+from lamella.attention.contract import AttentionBackend, AttentionParams, LayerCache, attend
 from lamella.attention.metadata import AttentionMetadata, to_device
 from lamella.attention.native_backend import HeadTransform, NativeBackend
 from lamella.errors import InvariantError

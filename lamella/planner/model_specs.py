@@ -10,14 +10,14 @@ from typing import Any
 
 from lamella.errors import ModelLoadError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from lamella.model_executor.demo_models import DEMO_PREFIX
-from lamella.model_executor.loading import load_config, resolve_model
-from lamella.model_executor.model_config import ModelConfig, kv_sharing, layer_specs
-from lamella.model_executor.model_source import existing_path, is_there
+from lamella.model_executor.models.config import ModelConfig, kv_sharing, layer_specs
 from lamella.model_executor.models.config_json import ConfigJson, shared_kv_owners
 from lamella.model_executor.models.registry import parse_config
-from lamella.model_executor.typed_fields import TypedFields
-from lamella.model_executor.typed_json import read_json_object
+from lamella.model_executor.models.typed_fields import TypedFields
+from lamella.model_executor.models.typed_json import read_json_object
+from lamella.model_executor.weights.demo_models import DEMO_PREFIX
+from lamella.model_executor.weights.loading import load_config, resolve_model
+from lamella.model_executor.weights.model_source import existing_path, is_there
 from lamella.planner.known_models import known_names, known_specs
 from lamella.planner.layer_specs import LayerSpecs
 

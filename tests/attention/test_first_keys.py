@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamella.attention.backend import AttentionBackend
+from lamella.attention.contract import AttentionBackend
 from lamella.attention.metadata import window_kv_indices
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.torch_backend import TorchBackend

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lamella.attention.backend import attend
+from lamella.attention.contract import attend
 from lamella.attention.native_backend import NativeBackend
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.torch_backend import TorchBackend

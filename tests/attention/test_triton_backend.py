@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lamella.attention.backend import attend
+from lamella.attention.contract import attend
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.triton.backend import TritonBackend

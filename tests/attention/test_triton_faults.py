@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import lamella.attention.triton as kernels
-from lamella.attention.backend import AttentionBackend, attend
+from lamella.attention.contract import AttentionBackend, attend
 from lamella.attention.triton.backend import TritonBackend
 from lamella.attention.triton.tuning import Tile
 from tests.helpers.attention_cases import AttentionCase, Ragged, make_case, nan_arena

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lamella.attention.backend import AttentionBackend, AttentionParams, choose_backend
+from lamella.attention.contract import AttentionBackend, AttentionParams, choose_backend
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.torch_backend import TorchBackend
 from lamella.attention.triton import shapes

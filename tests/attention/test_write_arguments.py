@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from lamella.attention.backend import AttentionBackend
+from lamella.attention.contract import AttentionBackend
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.torch_backend import TorchBackend
 from lamella.attention.triton.backend import TritonBackend

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lamella.engine.detokenizer import IncrementalDetokenizer
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
-from lamella.engine.stop_strings import StopMatcher
 from lamella.errors import InvariantError
+from lamella.model_executor.text.stop_strings import StopMatcher
 from lamella.model_executor.text.text_stream import StreamRules, TextStream
 from tests.helpers import tiny_tokenizers
 from tests.helpers.tiny_tokenizers import END

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lamella.attention.backend import AttentionParams
+from lamella.attention.contract import AttentionParams
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.torch_backend import TorchBackend
 from lamella.kv_cache.layout import build_layout

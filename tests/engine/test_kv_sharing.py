@@ -8,7 +8,7 @@ import pytest
 
 from lamella import Engine, InvariantError, SamplingParams
 from lamella.engine import model_setup
-from lamella.model_executor.loading import load_config
+from lamella.model_executor.weights.loading import load_config
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 KV_SHARING = {3: 1, 4: 1, 5: 2}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lamella.engine.request import Request
-from lamella.engine.waiting_order import MAX_WAIT_STEPS
+from lamella.engine.scheduling.request import Request
+from lamella.engine.scheduling.waiting_order import MAX_WAIT_STEPS
 from tests.helpers.offline import Mix, Prompt, add_all, drain, hit_share, mix_of, one_step, request_of
 from tests.helpers.simulation import full, sliding
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lamella.engine.new_tokens import NewTokens
 from lamella.engine.output_processor import OutputProcessor
-from lamella.engine.request import Request
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
+from lamella.engine.scheduling.new_tokens import NewTokens
+from lamella.engine.scheduling.request import Request
 
 NUM_TOKENS = 100
 

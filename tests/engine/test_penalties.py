@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lamella import Engine, SamplingParams
-from lamella.engine.token_penalties import penalised_prompt_ids, token_penalties
-from lamella.model_executor.sampler import uniform
+from lamella.engine.scheduling.token_penalties import penalised_prompt_ids, token_penalties
+from lamella.model_executor.sampling.sampler import uniform
 from tests.helpers.sampling_oracle import distribution, penalised
 from tests.helpers.tiny_gemma import save_tiny_gemma
 

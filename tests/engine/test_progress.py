@@ -10,9 +10,10 @@ import torch
 
 from lamella import LLM, SamplingParams
 from lamella.engine import generate_progress
-from lamella.model_executor import loading, progress
-from lamella.model_executor.loading import load_config, load_weights, resolve_model
+from lamella.model_executor import progress
 from lamella.model_executor.progress import BAR_SECONDS, LINE_SECONDS, Progress, with_progress
+from lamella.model_executor.weights import loading
+from lamella.model_executor.weights.loading import load_config, load_weights, resolve_model
 from tests.helpers.tiny_gemma import native_shapes, save_tiny_gemma
 
 

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from attention_roofline import Workload
+from gpu_attention.comparison import compare
+from gpu_attention.peers import OTHERS, OURS
+from gpu_attention.tile_choice import Trial
+from gpu_attention.tile_trials import try_tiles
+from gpu_attention.timing import Timer
 from lamella import LLM, SamplingParams
-from lamella.attention.backend import attend
+from lamella.attention.contract import attend
 from lamella.attention.triton.backend import TritonBackend
-from lamella.attention.triton.roofline import Workload
 from lamella.attention.triton.window_indices import WindowRows, window_kv_indices
-from lamella.benchmark.gpu_attention.comparison import compare
-from lamella.benchmark.gpu_attention.peers import OTHERS, OURS
-from lamella.benchmark.gpu_attention.tile_choice import Trial
-from lamella.benchmark.gpu_attention.tile_trials import try_tiles
-from lamella.benchmark.gpu_attention.timing import Timer
 from tests.attention.test_triton_backend import FACTORS, check, label
 from tests.helpers.attention_cases import AttentionCase, Ragged, make_case, make_metadata
 from tests.helpers.pairwise import pairwise

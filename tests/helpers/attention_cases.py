@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lamella.attention.backend import AttentionBackend, AttentionParams, LayerCache, attend
+from lamella.attention.contract import AttentionBackend, AttentionParams, LayerCache, attend
 from lamella.attention.kv_dtype import FP8_MANTISSA_BITS
 from lamella.attention.metadata import AttentionMetadata
 from lamella.kv_cache.spec import KVCacheSpec

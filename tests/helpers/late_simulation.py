@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lamella.engine.request import Request
+from lamella.engine.scheduling.request import Request
 from lamella.kv_cache import invariants
 from lamella.kv_cache.arena import NULL_PAGE
 from lamella.model_executor.step_plan import StepPlan, StepResult

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lamella.engine.request import Request
 from lamella.engine.sampling_params import SamplingParams
-from lamella.engine.scheduler import Scheduler
+from lamella.engine.scheduling.request import Request
+from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.sizing import size_pool

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from lamella.attention.backend import LayerCache, token_major_cache
+from lamella.attention.contract import LayerCache, token_major_cache
 from lamella.attention.native_backend import HeadTransform
 from tests.helpers.attention_cases import nan_arena
 from tests.helpers.triton_cases import DEVICE, make_spec
@@ -31,7 +31,7 @@ PADDING = 13  # elements around the rows of an input
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The modules of `triton_kernels`, as they are or as a copy with a fault has them."""
+    """The modules of `layers/triton`, as they are or as a copy with a fault has them."""
 
     norm: ModuleType
     heads: ModuleType

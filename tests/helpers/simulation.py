@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from lamella.engine.request import Request
 from lamella.engine.sampling_params import SamplingParams
-from lamella.engine.scheduler import Scheduler
+from lamella.engine.scheduling.request import Request
+from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.kv_cache import invariants
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import build_layout

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from lamella.attention.backend import AttentionBackend
+from lamella.attention.contract import AttentionBackend
 from lamella.attention.kv_dtype import FP8_MANTISSA_BITS
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.reference import ReferenceBackend

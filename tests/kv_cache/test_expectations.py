@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from lamella.engine.waiting_queue import WaitingQueue
+from lamella.engine.scheduling.waiting_queue import WaitingQueue
 from lamella.kv_cache import invariants
 from lamella.kv_cache.expectations import Expectation, Expectations
 from tests.helpers.serving import run_all, serve

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamella.engine.scheduler import Scheduler
+from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.errors import CapacityError, ConfigError
 from lamella.kv_cache.arena import Arena
 from lamella.kv_cache.block_manager import HybridBlockManager

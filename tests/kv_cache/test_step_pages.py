@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from lamella.engine.admission import Admission
-from lamella.engine.request import Request
-from lamella.engine.request_rows import RequestRows
 from lamella.engine.sampling_params import SamplingParams
+from lamella.engine.scheduling.admission import Admission
+from lamella.engine.scheduling.request import Request
+from lamella.engine.scheduling.request_rows import RequestRows
 from lamella.kv_cache import invariants
 from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.block_manager import HybridBlockManager

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from lamella.attention.backend import AttentionParams, attend
+from lamella.attention.contract import AttentionParams, attend
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.torch_backend import TorchBackend
 from lamella.errors import InvariantError, ModelLoadError
 from lamella.kv_cache.layout import build_layout, without_sliding
 from lamella.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
-from lamella.model_executor.model_config import LayerConfig, ModelConfig, kv_sharing
+from lamella.model_executor.models.config import LayerConfig, ModelConfig, kv_sharing
 from lamella.model_executor.models.config_json import shared_kv_owners
 from lamella.model_executor.runner import ModelRunner
 from tests.helpers.attention_cases import Ragged, make_case, nan_arena

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lamella.attention.backend import AttentionParams
+from lamella.attention.contract import AttentionParams
 from lamella.attention.native_backend import NativeBackend
 from lamella.attention.reference import ReferenceBackend, visible_mask
 from lamella.attention.torch_backend import TorchBackend

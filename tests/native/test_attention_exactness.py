@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lamella.attention.backend import AttentionParams, LayerCache, attend
+from lamella.attention.contract import AttentionParams, LayerCache, attend
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.native_backend import NativeBackend
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec

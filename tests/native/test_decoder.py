@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from lamella.attention.backend import AttentionParams
+from lamella.attention.contract import AttentionParams
 from lamella.attention.native_backend import HeadTransform, NativeBackend
 from lamella.errors import ConfigError, InvariantError
 from lamella.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
-from lamella.model_executor.layers import rotary_frequencies, rotary_tables
+from lamella.model_executor.layers.torch_functions import rotary_frequencies, rotary_tables
 from lamella.native.attention import AttentionKernels
 from lamella.native.decoder import DecoderWeights, run_layers
 from lamella.native.layers import LayerTail, LinearLayer

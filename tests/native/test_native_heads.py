@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lamella.model_executor.operators import native_heads
-from lamella.model_executor.operators.native_heads import top_by_parts
+from lamella.model_executor.layers import native_heads
+from lamella.model_executor.layers.native_heads import top_by_parts
 
 
 def expected(scores, num_top):

@@ -8,7 +8,7 @@ import torch
 from lamella.attention.native_backend import NativeBackend, NativeLayerCache
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import FullAttentionSpec
-from lamella.model_executor.layers import apply_rotary, rms_norm, rotary_frequencies, rotary_tables
+from lamella.model_executor.layers.torch_functions import apply_rotary, rms_norm, rotary_frequencies, rotary_tables
 from lamella.native.attention import AttentionKernels
 from lamella.native.library import NativeLibrary
 from tests.helpers.attention_cases import make_metadata, nan_arena

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lamella.attention.backend import AttentionParams
+from lamella.attention.contract import AttentionParams
 from lamella.attention.native_backend import NativeBackend
 from lamella.errors import ConfigError, InvariantError
 from lamella.kv_cache.spec import FullAttentionSpec

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lamella import LLM, SamplingParams
-from lamella.attention.backend import AttentionParams
+from lamella.attention.contract import AttentionParams
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.torch_backend import TorchBackend
 from lamella.engine import model_setup

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lamella import LLM, SamplingParams
-from lamella.model_executor.loading import load_config, resolve_model
+from lamella.model_executor.weights.loading import load_config, resolve_model
 from tests.helpers.tiny_gemma import save_tiny_gemma, save_tiny_tokenizer
 from tests.helpers.tiny_gguf import gguf_name, save_tiny_gguf
 

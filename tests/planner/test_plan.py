@@ -9,7 +9,7 @@ import pytest
 from lamella.errors import CapacityError, ConfigError, ModelLoadError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from lamella.model_executor.models.registry import parse_config
-from lamella.model_executor.typed_fields import TypedFields
+from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.planner.known_models import known_names, known_specs
 from lamella.planner.layer_specs import LayerSpecs
 from lamella.planner.model_specs import config_specs, model_specs

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from lamella.benchmark.kv_replay.drive import Driver
-from lamella.benchmark.kv_replay.layouts import layer_specs
-from lamella.engine.scheduler import Scheduler
+from kv_replay.drive import Driver
+from kv_replay.layouts import layer_specs
+from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.kv_cache import invariants
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.layout import build_layout

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lamella.errors import InvariantError
-from lamella.model_executor.device_sampling.choose import UNIFORM
-from lamella.model_executor.device_sampling.sampler import DeviceSampler, row_parameters
-from lamella.model_executor.sampler import uniform
-from lamella.model_executor.sampler_choice import choose_sampler
+from lamella.model_executor.sampling.device.choose import UNIFORM
+from lamella.model_executor.sampling.device.device_sampler import DeviceSampler, row_parameters
+from lamella.model_executor.sampling.sampler import uniform
+from lamella.model_executor.sampling.sampler_choice import choose_sampler
 from lamella.model_executor.step_plan import TokenPenalties
 from tests.helpers.pairwise import pairwise
 from tests.helpers.sampling import make_batch, random_logits

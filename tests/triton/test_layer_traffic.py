@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lamella.attention.backend import LayerCache
-from lamella.model_executor.operators.base import DecoderLayer, HeadShape, Norm, Operators, Projection
-from lamella.model_executor.operators.torch_operators import TorchOperators
-from lamella.model_executor.operators.triton_kernels import activation, heads, norm
-from lamella.model_executor.operators.triton_kernels.compile_report import launches
-from lamella.model_executor.operators.triton_operators import TritonOperators
+from lamella.attention.contract import LayerCache
+from lamella.model_executor.layers.contract import DecoderLayer, HeadShape, Norm, Operators, Projection
+from lamella.model_executor.layers.torch_operators import TorchOperators
+from lamella.model_executor.layers.triton import activation, heads, norm
+from lamella.model_executor.layers.triton.operators import TritonOperators
 from lamella.model_executor.step_attention import KVTarget
+from operator_compile_report import launches
 
 VIEWS = {"t", "slice", "unflatten", "flatten", "split_with_sizes", "chunk", "view", "detach"}
 PRODUCTS = {"linear", "mm", "addmm"}

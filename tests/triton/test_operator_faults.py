@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import lamella.model_executor.operators.triton_kernels as package
-from lamella.model_executor.operators.triton_kernels import activation, heads, norm
+import lamella.model_executor.layers.triton as package
+from lamella.model_executor.layers.triton import activation, heads, norm
 from tests.helpers.operator_cases import (
     Kernels,
     check_add_norm,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from lamella.attention.backend import LayerCache
+from lamella.attention.contract import LayerCache
 from lamella.attention.native_backend import HeadTransform
 from lamella.errors import ConfigError, InvariantError
-from lamella.model_executor.operators.triton_kernels import activation, heads, norm
+from lamella.model_executor.layers.triton import activation, heads, norm
 from tests.helpers.attention_cases import nan_arena
 from tests.helpers.operator_cases import (
     Kernels,

@@ -8,7 +8,7 @@ import pytest
 
 from lamella import LLM, SamplingParams
 from lamella.model_executor import runner
-from lamella.model_executor.device_sampling.sampler import DeviceSampler
+from lamella.model_executor.sampling.device.device_sampler import DeviceSampler
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 PARAMS = [

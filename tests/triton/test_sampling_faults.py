@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-import lamella.model_executor.device_sampling as package
-from lamella.model_executor.device_sampling import sampler as sampler_module
+import lamella.model_executor.sampling.device as package
+from lamella.model_executor.sampling.device import device_sampler as sampler_module
 from tests.helpers.sampling import make_batch, random_logits
 from tests.helpers.sampling_oracle import distribution
 
@@ -213,7 +213,7 @@ FAULTS = {
     "log of the sum without its base": Fault(
         "logprobs", "tl.log(total) + best.to(tl.float64)", "tl.log(total)", logprobs
     ),
-    "bans stay in the log-probabilities": Fault("sampler", "edits.undo(logits, saved)", "pass", logprobs),
+    "bans stay in the log-probabilities": Fault("device_sampler", "edits.undo(logits, saved)", "pass", logprobs),
 }
 # Near relatives of others: the default run leaves them out.
 SLOW = {
@@ -247,14 +247,14 @@ def test_a_planted_fault_shows(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     copied = f"faulty_sampling_{list(FAULTS).index(name)}"
     (tmp_path / copied).mkdir()
     for path in SOURCE.glob("*.py"):
-        text = path.read_text(encoding="utf-8").replace("lamella.model_executor.device_sampling", copied)
+        text = path.read_text(encoding="utf-8").replace("lamella.model_executor.sampling.device", copied)
         if path.stem == fault.file:
             assert fault.old in text
             text = text.replace(fault.old, fault.new)
         (tmp_path / copied / path.name).write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        module = importlib.import_module(f"{copied}.sampler")
+        module = importlib.import_module(f"{copied}.device_sampler")
         with pytest.raises(AssertionError):
             fault.shows_in(module)
     finally:

@@ -13,10 +13,10 @@ from torch import nn
 
 from lamella import LLM, SamplingParams
 from lamella.errors import ConfigError, InvariantError
-from lamella.model_executor.operators.base import Operators, Projection
-from lamella.model_executor.operators.choice import choose_operators
-from lamella.model_executor.operators.torch_operators import TorchOperators
-from lamella.model_executor.operators.triton_operators import TritonOperators
+from lamella.model_executor.layers.choice import choose_operators
+from lamella.model_executor.layers.contract import Operators, Projection
+from lamella.model_executor.layers.torch_operators import TorchOperators
+from lamella.model_executor.layers.triton.operators import TritonOperators
 from tests.helpers.tiny_gemma import save_tiny_gemma
 from tests.helpers.triton_cases import DEVICE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lamella.attention.backend import AttentionParams, LayerCache, token_major_cache
+from lamella.attention.contract import AttentionParams, LayerCache, token_major_cache
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.triton.decode import decode
 from lamella.attention.triton.device import default_programs, device_arch

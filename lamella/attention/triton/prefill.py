@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lamella.attention.backend import AttentionParams, LayerCache
+from lamella.attention.contract import AttentionParams, LayerCache
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.triton.device_functions import (
     LOG2_E,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from lamella.attention.backend import AttentionParams, LayerCache
+from lamella.attention.contract import AttentionParams, LayerCache
 from lamella.attention.kv_dtype import FP8_MANTISSA_BITS
 from lamella.attention.metadata import AttentionMetadata, require_covering_tables
 from lamella.attention.triton.device import device_arch

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lamella.attention.backend import LayerCache
+from lamella.attention.contract import LayerCache
 from lamella.attention.kv_dtype import FP8_MANTISSA_BITS
 from lamella.attention.triton.device_functions import stored
 from lamella.attention.triton.shapes import page_view

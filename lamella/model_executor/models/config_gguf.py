@@ -12,7 +12,7 @@ from typing import Any
 
 from lamella.errors import InvariantError, ModelLoadError
 from lamella.model_executor.models import config_ranges as ranges
-from lamella.model_executor.typed_fields import TypedFields, shown
+from lamella.model_executor.models.typed_fields import TypedFields, shown
 from lamella.model_executor.weights.gguf_header import GgufHeader, SkippedStrings, read_gguf_header
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lamella.errors import InvariantError, ModelLoadError
 from lamella.model_executor.models import config_ranges as ranges
-from lamella.model_executor.typed_fields import TypedFields, shown
+from lamella.model_executor.models.typed_fields import TypedFields, shown
 
 DTYPES = ("float32", "float16", "bfloat16")
 

@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from lamella.attention.backend import AttentionParams
+from lamella.attention.contract import AttentionParams
 from lamella.kv_cache.spec import KVCacheSpec
-from lamella.model_executor.layers import rotary_frequencies, rotary_tables
-from lamella.model_executor.model_config import ModelConfig
-from lamella.model_executor.operators.base import (
+from lamella.model_executor.layers.contract import (
     DecoderLayer,
     HeadScores,
     HeadShape,
@@ -21,6 +19,8 @@ from lamella.model_executor.operators.base import (
     Projection,
     StepAttention,
 )
+from lamella.model_executor.layers.torch_functions import rotary_frequencies, rotary_tables
+from lamella.model_executor.models.config import ModelConfig
 
 # name, outputs, inputs -> a layer of the model's own kind
 MakeProjection = Callable[[str, int, int], Projection]

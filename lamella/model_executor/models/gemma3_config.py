@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.model_config import LayerConfig, ModelConfig
+from lamella.model_executor.models.config import LayerConfig, ModelConfig
 from lamella.model_executor.models.config_gguf import ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson, read_rope
 

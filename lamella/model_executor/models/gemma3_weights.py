@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lamella.model_executor.model_config import ModelConfig
+from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.weights.checkpoint import WeightNames
 
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")

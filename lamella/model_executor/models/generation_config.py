@@ -9,8 +9,8 @@ from typing import Any
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.config_ranges import TOKEN_ID
-from lamella.model_executor.typed_fields import TypedFields
-from lamella.model_executor.typed_json import read_json_object
+from lamella.model_executor.models.typed_fields import TypedFields
+from lamella.model_executor.models.typed_json import read_json_object
 
 GENERATION_CONFIG = "generation_config.json"
 _MAX_COUNT = 2**31 - 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.model_config import ModelConfig
 from lamella.model_executor.models import gemma3_config
+from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.models.config_gguf import ARCHITECTURE_KEY, ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson
-from lamella.model_executor.typed_fields import TypedFields, shown
+from lamella.model_executor.models.typed_fields import TypedFields, shown
 from lamella.model_executor.weights.gguf_header import GgufHeader
 
 KNOWN_ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration (its text model)")

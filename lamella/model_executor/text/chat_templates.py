@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.regular_files import read_regular_file
+from lamella.model_executor.models.typed_fields import TypedFields
+from lamella.model_executor.models.typed_json import read_json_object
 from lamella.model_executor.text.chat import MAX_TEMPLATE_CHARS, ChatTemplate
-from lamella.model_executor.typed_fields import TypedFields
-from lamella.model_executor.typed_json import read_json_object
+from lamella.model_executor.weights.regular_files import read_regular_file
 
 MAX_TEMPLATE_BYTES = 4 * MAX_TEMPLATE_CHARS
 _GGUF_KEY = "tokenizer.chat_template"

@@ -13,8 +13,8 @@ from typing import Any
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.config_gguf import TOKENS_KEY
+from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.text.chat import ChatTemplate
-from lamella.model_executor.typed_fields import TypedFields
 
 _MERGES_KEY = "tokenizer.ggml.merges"
 _TYPES_KEY = "tokenizer.ggml.token_type"

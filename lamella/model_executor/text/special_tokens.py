@@ -15,8 +15,8 @@ from typing import Any
 
 import tokenizers
 
-from lamella.model_executor.typed_fields import TypedFields, is_text
-from lamella.model_executor.typed_json import read_json_object
+from lamella.model_executor.models.typed_fields import TypedFields, is_text
+from lamella.model_executor.models.typed_json import read_json_object
 
 STANDARD_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CONFIG_FILE = "tokenizer_config.json"

@@ -10,16 +10,16 @@ from typing import TypeVar
 import tokenizers
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.cache_folder import default_cache_dir, entry_path, usable_entry, written_entry
-from lamella.model_executor.model_source import ModelSource
-from lamella.model_executor.regular_files import read_regular_file
+from lamella.model_executor.models.typed_fields import TypedFields
+from lamella.model_executor.models.typed_json import read_json_object
 from lamella.model_executor.text.chat_templates import gguf_chat_templates, read_chat_templates
 from lamella.model_executor.text.gguf_tokenizer import TOKENIZER_ARRAYS, special_token_ids, tokenizer_json
 from lamella.model_executor.text.special_tokens import CONFIG_FILE, MAX_TOKENIZER_BYTES, read_special_tokens
 from lamella.model_executor.text.tokenizer import Tokenizer, is_backend_failure
-from lamella.model_executor.typed_fields import TypedFields
-from lamella.model_executor.typed_json import read_json_object
+from lamella.model_executor.weights.cache_folder import default_cache_dir, entry_path, usable_entry, written_entry
 from lamella.model_executor.weights.gguf_header import read_gguf_header
+from lamella.model_executor.weights.model_source import ModelSource
+from lamella.model_executor.weights.regular_files import read_regular_file
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from lamella.model_executor.model_config import ModelConfig
-from lamella.model_executor.weight_conversion import plan_parameters
+from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.weights.checkpoint import Checkpoint
+from lamella.model_executor.weights.conversion import plan_parameters
 
 logger = logging.getLogger(__name__)
 

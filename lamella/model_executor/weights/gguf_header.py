@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.regular_files import open_regular_file
-from lamella.model_executor.typed_fields import TypedFields, shown
+from lamella.model_executor.models.typed_fields import TypedFields, shown
+from lamella.model_executor.weights.regular_files import open_regular_file
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lamella.model_executor.regular_files import open_regular_file
 from lamella.model_executor.weights.gguf_header import GgufHeader, GgufTensor, tensor_bytes
+from lamella.model_executor.weights.regular_files import open_regular_file
 
 _UNQUANTISED: dict[int, np.dtype[Any]] = {0: np.dtype("<f4"), 1: np.dtype("<f2")}
 

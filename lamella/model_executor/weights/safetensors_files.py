@@ -16,9 +16,9 @@ from typing import BinaryIO
 import torch
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.regular_files import open_regular_file
-from lamella.model_executor.typed_fields import TypedFields, is_text, shown
-from lamella.model_executor.typed_json import parse_json_object
+from lamella.model_executor.models.typed_fields import TypedFields, is_text, shown
+from lamella.model_executor.models.typed_json import parse_json_object
+from lamella.model_executor.weights.regular_files import open_regular_file
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ALL_DTYPES = {**DTYPES, "I8": torch.int8, "I32": torch.int32}  # those of converted weights, too

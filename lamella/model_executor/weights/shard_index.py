@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path, PureWindowsPath
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.typed_fields import TypedFields, shown
-from lamella.model_executor.typed_json import read_json_object
+from lamella.model_executor.models.typed_fields import TypedFields, shown
+from lamella.model_executor.models.typed_json import read_json_object
 
 SHARD_INDEX = "model.safetensors.index.json"
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from lamella.engine import scheduler as scheduler_module
-from lamella.engine import step_builder
-from lamella.engine.planned_steps import PlannedStep
-from lamella.engine.request_rows import RequestRows
-from lamella.engine.scheduler import Scheduler
+from lamella.engine.scheduling import scheduler as scheduler_module
+from lamella.engine.scheduling import step_builder
+from lamella.engine.scheduling.planned_steps import PlannedStep
+from lamella.engine.scheduling.request_rows import RequestRows
+from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.prefix_match import PrefixMatch
 from tests.helpers.planted_faults.planting import replaces

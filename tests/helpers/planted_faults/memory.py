@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lamella.engine.waiting_queue import WaitingQueue
+from lamella.engine.scheduling.waiting_queue import WaitingQueue
 from lamella.kv_cache.arena import NULL_PAGE, Arena
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.child_index import NO_NODE, ChildIndex

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from lamella.engine import scheduler as scheduler_module
-from lamella.engine.scheduler import Scheduler
+from lamella.engine.scheduling import scheduler as scheduler_module
+from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.model_executor.runner import ModelRunner
 from tests.helpers.planted_faults.planting import replaces

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from lamella.engine import gathered_tables
-from lamella.engine import scheduler as scheduler_module
-from lamella.engine.admission import Admission
-from lamella.engine.scheduler import Scheduler
+from lamella.engine.scheduling import gathered_tables
+from lamella.engine.scheduling import scheduler as scheduler_module
+from lamella.engine.scheduling.admission import Admission
+from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.kv_cache.block_manager import HybridBlockManager
 from lamella.kv_cache.prefix_tree import PrefixTree
 from tests.helpers.planted_faults.planting import replaced, replaces

@@ -8,7 +8,7 @@ import gguf
 import pytest
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.loading import load_config, resolve_model
+from lamella.model_executor.weights.loading import load_config, resolve_model
 from tests.helpers.tiny_gemma import save_tiny_gemma
 from tests.helpers.tiny_gguf import save_tiny_gguf
 

@@ -10,7 +10,7 @@ import torch
 
 from lamella import LLM, SamplingParams
 from lamella.errors import ModelLoadError
-from lamella.model_executor.loading import load_config, load_sampling_defaults, resolve_model
+from lamella.model_executor.weights.loading import load_config, load_sampling_defaults, resolve_model
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 NAN, INFINITY = float("nan"), float("inf")

@@ -3,7 +3,7 @@ import pytest
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models import registry
 from lamella.model_executor.models.generation_config import parse_generation_config
-from lamella.model_executor.typed_fields import TypedFields
+from lamella.model_executor.models.typed_fields import TypedFields
 
 TEXT = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 7}
 

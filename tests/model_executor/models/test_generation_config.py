@@ -9,7 +9,7 @@ import pytest
 
 from lamella import LLM, SamplingParams
 from lamella.errors import ModelLoadError
-from lamella.model_executor.loading import load_sampling_defaults, resolve_model
+from lamella.model_executor.weights.loading import load_sampling_defaults, resolve_model
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 

@@ -6,9 +6,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from lamella.errors import ModelLoadError, RequestError
-from lamella.model_executor.loading import load_tokenizer, resolve_model
+from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.text.chat_templates import gguf_chat_templates
-from lamella.model_executor.typed_fields import TypedFields
+from lamella.model_executor.weights.loading import load_tokenizer, resolve_model
 from tests.helpers.tiny_gemma import save_tiny_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -8,9 +8,9 @@ import pytest
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.loading import load_tokenizer, resolve_model
+from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.text.gguf_tokenizer import tokenizer_json
-from lamella.model_executor.typed_fields import TypedFields
+from lamella.model_executor.weights.loading import load_tokenizer, resolve_model
 from tests.helpers.tiny_gguf import TOKEN_TYPES, tiny_vocabulary
 
 TURNS = ("<start_of_turn>", "<end_of_turn>", "<|tool|>")

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
 from lamella.errors import ModelLoadError, RequestError
-from lamella.model_executor.loading import load_tokenizer, resolve_model
 from lamella.model_executor.text.chat import ChatRenderer
+from lamella.model_executor.weights.loading import load_tokenizer, resolve_model
 from tests.helpers.tiny_gemma import CHAT_TEMPLATE, save_tiny_tokenizer
 from tests.helpers.tiny_gguf import tiny_vocabulary
 from tests.model_executor.text.test_gguf_tokenizer import save

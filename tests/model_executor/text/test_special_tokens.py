@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.loading import load_tokenizer, resolve_model
+from lamella.model_executor.weights.loading import load_tokenizer, resolve_model
 from tests.helpers.tiny_gemma import save_tiny_tokenizer
 
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamella.model_executor.loading import load_tokenizer, resolve_model
 from lamella.model_executor.text.text_stream import StreamRules, TextStream
+from lamella.model_executor.weights.loading import load_tokenizer, resolve_model
 from tests.helpers import tiny_tokenizers
 from tests.helpers.tiny_gemma import save_tiny_gemma
 from tests.helpers.tiny_gguf import save_tiny_gguf

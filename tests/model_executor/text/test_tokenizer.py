@@ -5,7 +5,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from lamella.errors import ModelLoadError, RequestError
-from lamella.model_executor.loading import load_tokenizer, resolve_model
+from lamella.model_executor.weights.loading import load_tokenizer, resolve_model
 from tests.helpers.tiny_gemma import CHAT_TEMPLATE, save_tiny_gemma, save_tiny_tokenizer
 from tests.helpers.tiny_gguf import save_tiny_gguf
 

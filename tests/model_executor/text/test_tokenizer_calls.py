@@ -5,7 +5,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from lamella.errors import RequestError
-from lamella.model_executor.loading import load_tokenizer, resolve_model
+from lamella.model_executor.weights.loading import load_tokenizer, resolve_model
 from tests.helpers.tiny_gemma import save_tiny_tokenizer
 
 TEXTS = ["the quick brown fox", "", "<turn>h\u00e9llo</turn><eos>", "  spaces \n"]

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from lamella import LLM
 from lamella.errors import ModelLoadError
-from lamella.model_executor.loading import load_config, resolve_model
+from lamella.model_executor.layers.torch_operators import TorchOperators
 from lamella.model_executor.models import gemma3
 from lamella.model_executor.models.gemma3_weights import parameter_shapes
-from lamella.model_executor.operators.torch_operators import TorchOperators
+from lamella.model_executor.weights.loading import load_config, resolve_model
 from tests.helpers.tiny_gemma import native_shapes, save_tiny_gemma
 from tests.helpers.tiny_gguf import save_tiny_gguf
 

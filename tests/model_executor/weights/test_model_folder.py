@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.loading import load_config, load_sampling_defaults, load_weights, resolve_model
 from lamella.model_executor.models.gemma3_weights import parameter_shapes
+from lamella.model_executor.weights.loading import load_config, load_sampling_defaults, load_weights, resolve_model
 from tests.helpers.tiny_gemma import native_weights, save_tiny_gemma
 from tests.helpers.tiny_gguf import save_tiny_gguf
 

@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.kv_scales import read_kv_scales
 from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS
 from lamella.model_executor.weights.checkpoint import SafetensorsCheckpoint
+from lamella.model_executor.weights.kv_scales import read_kv_scales
 from lamella.model_executor.weights.safetensors_files import read_safetensors_header
 
 GOOD = {

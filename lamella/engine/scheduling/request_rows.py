@@ -1,0 +1,206 @@
+"""The running batch as arrays: one row per request, so that a step is array arithmetic."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from lamella.engine.generate_progress import RunningTokens
+from lamella.engine.scheduling.request import NO_ROW, Request
+from lamella.engine.scheduling.token_penalties import penalised_prompt_ids, token_penalties
+from lamella.errors import RequestError
+from lamella.model_executor.step_plan import SamplingBatch
+
+
+class _SampledRows(NamedTuple):
+    key: bytes  # of the array of rows
+    requests: list[Request]
+    num_prompt_tokens: np.ndarray  # int64 [S]
+    has_min_tokens: bool
+    sampling: SamplingBatch  # but for draw_index, banned_token_ids and penalties
+
+
+_SETTINGS = {
+    "temperature": np.float64,
+    "top_k": np.int64,
+    "top_p": np.float64,
+    "min_p": np.float64,
+    "min_tokens": np.int64,
+    "logprobs": np.int64,
+    "presence_penalty": np.float64,
+    "frequency_penalty": np.float64,
+    "repetition_penalty": np.float64,
+}
+
+
+def require_fitting(request: Request) -> None:
+    """Raise RequestError where a row's arrays cannot take what the request asks for, so that it is refused before
+    anything is changed for it, and not in a step that others are in as well."""
+    values = {name: getattr(request.params, name) for name in _SETTINGS}
+    values["logprobs"] = -1 if values["logprobs"] is None else values["logprobs"]
+    numbers = [(name, value, _SETTINGS[name]) for name, value in values.items()]
+    numbers += [("seed", request.seed, np.uint64), ("max_tokens", request.max_total_tokens, np.int64)]
+    numbers += [("stop_token_ids", one, np.int64) for one in request.eos_token_ids | request.stop_token_ids]
+    for name, value, dtype in numbers:
+        try:
+            np.array([value], dtype=dtype)
+        except (OverflowError, TypeError, ValueError) as error:
+            kind = "64-bit number" if dtype is np.float64 else "64-bit integer"
+            raise RequestError(f"{name} is a value that fits no {kind} ({error}); give a smaller one") from error
+
+
+class RequestRows:
+    """Token ids, positions and sampling settings of up to `num_rows` running requests.
+
+    num_tokens: tokens known (prompt and sampled); num_computed: tokens whose KV is in the cache;
+    due: the position at which the block manager must be asked for room.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int) -> None:
+        self._num_rows = num_rows
+        self.tokens = np.zeros((num_rows, max_model_len), dtype=np.int32)
+        self.num_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.num_computed = np.zeros(num_rows, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.max_total_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.due = np.zeros(num_rows, dtype=np.int64)
+        self.temperature = np.zeros(num_rows)
+        self.top_k = np.zeros(num_rows, dtype=np.int64)
+        self.top_p = np.ones(num_rows)
+        self.min_p = np.zeros(num_rows)
+        self.seeds = np.zeros(num_rows, dtype=np.uint64)
+        self.min_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
+        self.clear()
+
+    def clear(self) -> None:
+        """All rows are empty, whatever state an exception left behind. The requests are not asked."""
+        self.requests: list[Request | None] = [None] * self._num_rows
+        # Rows whose requests have penalties -> the prompt's tokens that they are for.
+        self._penalised_prompts: dict[int, np.ndarray] = {}
+        # Ids that end some request in a row, with how many rows each: what sampled tokens are screened for.
+        self._end_token_counts: Counter[int] = Counter()
+        self.end_token_ids = np.zeros(0, dtype=np.int64)
+        self._free_rows = list(range(self._num_rows - 1, -1, -1))
+        # What depends only on which requests are in which rows, as of the last step; None after any came or went.
+        self._sampled: _SampledRows | None = None
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free_rows)
+
+    @property
+    def next_free_row(self) -> int:
+        return self._free_rows[-1]
+
+    def request(self, row: int) -> Request:
+        request = self.requests[row]
+        assert request is not None, f"row {row} is empty"
+        return request
+
+    def running_tokens(self) -> RunningTokens:
+        rows = [row for row, request in enumerate(self.requests) if request is not None]
+        num_prompt = self.num_prompt_tokens[rows]
+        num_in = np.minimum(self.num_computed[rows], num_prompt).sum()
+        return RunningTokens(int(num_in), int((self.num_tokens[rows] - num_prompt).sum()))
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether some draw depends on which tokens were drawn before, so that the host must know them to plan it."""
+        return bool(self._penalised_prompts)
+
+    def put(self, request: Request, num_computed: int) -> int:
+        """Move a request into a free row; its tokens live there until `take`. Where its settings do not fit (see
+        `require_fitting`), that is raised before any row has changed hands."""
+        row, params = self.next_free_row, request.params
+        self.tokens[row, : len(request.token_ids)] = request.token_ids
+        self.num_tokens[row] = len(request.token_ids)
+        self.num_computed[row] = num_computed
+        self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.max_total_tokens[row] = request.max_total_tokens
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seeds[row] = request.seed
+        self.min_tokens[row] = params.min_tokens
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        penalised = None
+        if params.has_penalties:
+            penalised = penalised_prompt_ids(params, request.token_ids[: request.num_prompt_tokens])
+        self._count_end_tokens(request, +1)
+        if penalised is not None:
+            self._penalised_prompts[row] = penalised
+        self._sampled = None
+        self._free_rows.pop()
+        self.requests[row] = request
+        request.row = row
+        return row
+
+    def take(self, row: int) -> Request:
+        """Move a request out of its row, with its tokens."""
+        request = self.request(row)
+        request.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
+        request.row = NO_ROW
+        self.requests[row] = None
+        self._sampled = None
+        self._free_rows.append(row)
+        self._penalised_prompts.pop(row, None)
+        self._count_end_tokens(request, -1)
+        return request
+
+    def _count_end_tokens(self, request: Request, change: int) -> None:
+        num_known = len(self._end_token_counts)
+        for token_id in request.eos_token_ids | request.stop_token_ids:
+            self._end_token_counts[token_id] += change
+            if not self._end_token_counts[token_id]:
+                del self._end_token_counts[token_id]
+        if len(self._end_token_counts) != num_known:
+            self.end_token_ids = np.array(list(self._end_token_counts), dtype=np.int64)
+
+    def requests_in(self, rows: np.ndarray) -> list[Request]:
+        """The requests in `rows` (int64 [S], none empty). The list is shared: not to be changed."""
+        return self._of(rows).requests
+
+    def sampling_batch(self, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> SamplingBatch:
+        """How to sample the next token of each of `rows` (int64 [S]). Steps share arrays: not to be written to.
+
+        num_tokens: int64 [num_rows], tokens of each row then; None: those that are known."""
+        sampled = self._of(rows)
+        draw_index = (self.num_tokens if num_tokens is None else num_tokens)[rows] - sampled.num_prompt_tokens
+        banned = {}
+        if sampled.has_min_tokens:
+            for index in (draw_index < self.min_tokens[rows]).nonzero()[0].tolist():
+                banned[index] = sampled.requests[index].banned_before_min_tokens
+        penalties = {}
+        if self._penalised_prompts:
+            for index, (row, request) in enumerate(zip(rows.tolist(), sampled.requests, strict=True)):
+                prompt_ids = self._penalised_prompts.get(row)
+                if prompt_ids is not None:
+                    output_ids = self.tokens[row, request.num_prompt_tokens : self.num_tokens[row]]
+                    penalties[index] = token_penalties(request.params, prompt_ids, output_ids)
+        return replace(sampled.sampling, draw_index=draw_index, banned_token_ids=banned, penalties=penalties)
+
+    def _of(self, rows: np.ndarray) -> _SampledRows:
+        key = rows.tobytes()
+        if self._sampled is None or self._sampled.key != key:
+            self._sampled = _SampledRows(
+                key=key,
+                requests=[self.request(row) for row in rows.tolist()],
+                num_prompt_tokens=self.num_prompt_tokens[rows],
+                has_min_tokens=bool(self.min_tokens[rows].any()),
+                sampling=SamplingBatch(
+                    temperature=self.temperature[rows],
+                    top_k=self.top_k[rows],
+                    top_p=self.top_p[rows],
+                    min_p=self.min_p[rows],
+                    seeds=self.seeds[rows],
+                    draw_index=rows,
+                    num_logprobs=self.num_logprobs[rows],
+                    banned_token_ids={},
+                ),
+            )
+        return self._sampled

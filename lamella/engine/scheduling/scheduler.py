@@ -1,0 +1,421 @@
+"""Who runs in the next step, with how many tokens: continuous batching.
+
+    waiting ──admit──▶ running (a row) ──finish──▶ done
+       ▲                  │
+       └────preempt───────┘   what was computed stays in the prefix cache, so a resume is cheap
+
+The oldest running request is never preempted for another, so there is always progress.
+
+A step can be planned while the one before it runs: *ahead*. Such a plan takes only memory that is free or cached. What
+needs more, to move pages, to take them from a request, to copy or to replay, waits until nothing is in flight
+(docs/async_scheduling.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from lamella.engine.scheduling.admission import Admission, most_replay_tokens
+from lamella.engine.scheduling.gathered_tables import GatheredTables
+from lamella.engine.scheduling.new_tokens import NewTokens, append_tokens
+from lamella.engine.scheduling.planned_steps import PlannedStep, Reached
+from lamella.engine.scheduling.preemption import choose_victim, has_pending_blocks
+from lamella.engine.scheduling.request import NO_ROW, Request
+from lamella.engine.scheduling.request_rows import RequestRows
+from lamella.engine.scheduling.scheduler_counters import AdmissionCounters, SchedulerCounters
+from lamella.engine.scheduling.step_builder import build_step_plan
+from lamella.engine.scheduling.waiting_queue import WaitingQueue
+from lamella.errors import InvariantError
+from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.prefix_match import PrefixMatch
+from lamella.kv_cache.spec import ceil_div
+from lamella.model_executor.step_plan import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """chunk_tokens: the largest prefill chunk that the KV memory was sized for.
+    scheduling_policy: the order of the waiting queue, see WaitingQueue.
+    """
+
+    def __init__(
+        self,
+        manager: HybridBlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        chunk_tokens: int,
+        scheduling_policy: str = "fcfs",
+    ) -> None:
+        self.manager = manager
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.chunk_tokens = min(chunk_tokens, max_num_batched_tokens)
+        manager.max_replay_tokens = min(self.chunk_tokens, most_replay_tokens(manager))
+        self.rows = RequestRows(max_num_seqs, max_model_len)
+        self._admission = Admission(manager, self.rows, leaves_growth=scheduling_policy == "prefix")
+        self._scheduling_policy = scheduling_policy
+        self._one_each = np.ones(max_num_seqs, dtype=np.int64)
+        self._num_generated_tokens = self._num_steps = self._num_preemptions = 0
+        self._admissions = AdmissionCounters()
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        self.queue = WaitingQueue(self.manager, self._scheduling_policy)
+        self.running: list[int] = []  # rows, oldest request first
+        self._tables = GatheredTables(self.manager)
+        self._scheduled = np.zeros(0, dtype=np.int64)
+        self._num_new = np.zeros(0, dtype=np.int64)
+        self._admitted: set[int] = set()  # rows that the step in preparation admits
+        self._planned: deque[PlannedStep] = deque()  # not processed yet, oldest first: two at most
+        self._leaving: list[int] = []  # rows of ended requests that a planned step computes for nothing
+        self._must_wait = False  # the next plan needs what only processing the planned steps can give
+        self._restarted: Request | None = None  # had to start anew alone in an empty arena
+
+    # The outside
+
+    def add(self, request: Request) -> None:
+        self.queue.add(request, self._num_steps)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.queue or self.running)
+
+    @property
+    def scheduled_rows(self) -> np.ndarray:
+        """Rows of the last planned step, int64 [num_requests], in the plan's order. Not to be written."""
+        return self._scheduled
+
+    def counters(self) -> SchedulerCounters:
+        return SchedulerCounters(
+            self._admissions.num_prompt_tokens,
+            self._admissions.num_cached_tokens,
+            self._num_generated_tokens,
+            self._num_steps,
+            self._num_preemptions,
+            self._admissions.hits,
+        )
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a request wherever it is. Its pages become cache or are freed, once no step in flight is to use them."""
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        if request.row >= 0:
+            self._leave_row(request.row)
+        else:
+            self.queue.discard(request)
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step and reserve its memory; None when nothing can run, or not before the step in flight is
+        processed. One step may be in flight: planned by the call before, and not given to `update` yet."""
+        assert len(self._planned) < 2, "two steps are in flight: update with the result of the first"
+        in_flight = self._planned[-1] if self._planned else None
+        if in_flight is not None and not self._can_plan_ahead():
+            return None
+        self._must_wait = False
+        self.manager.in_flight = in_flight is not None
+        reached = Reached.after(self.rows, in_flight)
+        self._admitted.clear()
+        num_preemptions = self._num_preemptions
+        self._scheduled = decodes = self._grow_decodes(reached)
+        if self._must_wait:
+            return None  # what has been taken for this plan serves the next one
+        self._num_new = self._one_each[: len(decodes)]
+        if self.queue or len(decodes) < len(self.running):
+            num_new = dict.fromkeys(decodes.tolist(), 1)
+            budget = min(self.max_num_batched_tokens - len(num_new), self._admission.prefill_tokens())
+            budget = self._continue_prefills(num_new, budget, reached)
+            if self._must_wait:
+                return None
+            if self._num_preemptions == num_preemptions:
+                self._admit(num_new, budget)
+            # Memory for a later row may have come from one that was planned before.
+            planned = [row for row in self.running if row in num_new]
+            planned.sort(key=lambda row: num_new[row] > 1)
+            self._scheduled = np.array(planned, dtype=np.int64)
+            self._num_new = np.array([num_new[row] for row in planned], dtype=np.int64)
+        if not len(self._scheduled):
+            return None
+        if self._admitted and in_flight is not None:  # they came after `reached`
+            reached = Reached.after(self.rows, in_flight)
+        plan = build_step_plan(self.rows, self.manager, self._tables, self._scheduled, self._num_new, reached)
+        sampled_rows = self._scheduled[plan.sample_requests]
+        self._planned.append(PlannedStep(self._scheduled, self._num_new, sampled_rows, frozenset(self._admitted)))
+        return plan
+
+    def update(self, result: StepResult) -> NewTokens:
+        """Take in what the oldest planned step computed: positions, finished blocks, sampled tokens, finishes."""
+        rows, manager = self.rows, self.manager
+        step = self._planned.popleft()
+        manager.in_flight = bool(self._planned)
+        manager.end_step()
+        if self._leaving:
+            step, result = step.without(self._leaving, result)
+            for row in [row for row in self._leaving if not self._is_in_flight(row)]:
+                self._leaving.remove(row)
+                self._vacate(row, keep=row not in step.admitted)
+        scheduled = step.rows
+        computed = rows.num_computed[scheduled] + step.num_new
+        rows.num_computed[scheduled] = computed
+        self._num_steps += 1
+        ends_prompt = computed == rows.num_prompt_tokens[scheduled]
+        to_commit = computed // manager.page_tokens > manager.num_settled[scheduled]
+        to_commit |= ends_prompt
+        events = scheduled[to_commit], computed[to_commit], ends_prompt[to_commit]
+        for row, num_computed, ends in zip(*(event.tolist() for event in events), strict=True):
+            manager.commit(row, rows.tokens[row], num_computed, ends_prompt=ends)
+        is_chunk = step.num_new > 1
+        for row, num_computed in zip(scheduled[is_chunk].tolist(), computed[is_chunk].tolist(), strict=True):
+            manager.slide(row, num_computed)
+        new_tokens = append_tokens(rows, step.sampled_rows, result)
+        self._num_generated_tokens += len(new_tokens.token_ids)
+        for request in (*new_tokens.ended, *new_tokens.failed):
+            self._leave_row(request.row)
+        return new_tokens
+
+    def roll_back(self) -> None:
+        """A planned step failed: the requests of all that are planned go back to waiting with what earlier steps
+        computed.
+
+        If a step was to move pages, nobody knows which of them arrived: then all KV is forgotten, and every
+        running request starts anew."""
+        manager, preempted = self.manager, []
+        admitted = {row for step in self._planned for row in step.admitted}
+        failed = {row for step in self._planned for row in step.rows.tolist()}
+        self._planned.clear()
+        manager.in_flight = False
+        if manager.moves:
+            for row in self.running[::-1]:
+                self._preempt(row, keep=False)
+            for row in self._leaving:
+                self._vacate(row, keep=False)
+            self._leaving.clear()
+            manager.end_step()
+            manager.reset_prefix_cache()
+            return
+        for row in [*self._leaving, *(row for row in self.running[::-1] if row in failed)]:
+            # What it found may be what the failed step was to compute, or only half replayed.
+            is_new = row in admitted or manager.is_replaying(row)
+            if not is_new:
+                self.rows.num_computed[row] = manager.roll_back(row, int(self.rows.num_computed[row]))
+            if row in self._leaving:
+                self._vacate(row, keep=not is_new)
+            else:
+                preempted.append(self._preempt(row, keep=not is_new))
+        self._leaving.clear()
+        manager.end_step()
+        for request in preempted:
+            self.queue.expect_first(request)
+
+    def restart(self, requests: Iterable[Request], num_generated_tokens: int) -> None:
+        """Begin anew with empty rows and an empty cache, whatever state an exception left behind.
+
+        requests: all that go on, in order of arrival, with their tokens so far: they wait, those that have run before
+        the others, as if they had been preempted. If it is interrupted, it is to be called again before anything else.
+        num_generated_tokens: of all requests since the start, as far as they were taken in.
+        """
+        started: list[Request] = []
+        fresh: list[Request] = []
+        for request in requests:
+            (started if request.admission_index >= 0 else fresh).append(request)
+            if request.row != NO_ROW:
+                request.num_preemptions += 1
+                self._num_preemptions += 1
+                request.row = NO_ROW
+        self.manager.clear()
+        self.rows.clear()
+        self._begin_empty()
+        self._num_generated_tokens = num_generated_tokens
+        started.sort(key=lambda request: request.admission_index)
+        for request in [*started, *fresh]:
+            self.queue.add(request, self._num_steps)
+
+    # Running requests
+
+    def _can_plan_ahead(self) -> bool:
+        """Whether a step can be planned while another is in flight. A request that restarted alone in an empty arena
+        has room for certain only step by step, as the arena was sized."""
+        if self._restarted is not None and self._restarted.is_finished:
+            self._restarted = None
+        return not (self._must_wait or self._restarted or self.manager.moves or self.rows.has_penalties)
+
+    def _grow_decodes(self, reached: Reached) -> np.ndarray:
+        """Rows (int64, oldest first) that decode one token, with room for it; only those at a block boundary cost
+        anything."""
+        rows = self.rows
+        running = np.array(self.running, dtype=np.int64)
+        computed = reached.num_computed[running]
+        num_tokens = reached.num_tokens[running]
+        decodes = num_tokens - computed == 1
+        if self._planned:  # who gets the last token from the step in flight needs no more
+            decodes &= num_tokens < rows.max_total_tokens[running]
+        num_preemptions = self._num_preemptions
+        due = decodes & (computed >= rows.due[running])
+        for row, position in zip(running[due].tolist(), computed[due].tolist(), strict=True):
+            if rows.requests[row] is None:
+                continue  # preempted for one before
+            has_room = self.manager.grow(row, position, 1, is_prefill=False, num_processed=int(rows.num_computed[row]))
+            if has_room or self._grow_or_preempt(row, 1, reached, is_prefill=False):
+                rows.due[row] = self.manager.next_due(row)
+        if self._num_preemptions > num_preemptions:
+            decodes &= [rows.requests[row] is not None for row in running.tolist()]
+        decoding: np.ndarray = running[decodes]
+        return decoding
+
+    def _continue_prefills(self, num_new: dict[int, int], budget: int, reached: Reached) -> int:
+        rows = self.rows
+        for row in list(self.running):
+            remaining = int(reached.num_tokens[row] - reached.num_computed[row])
+            if rows.requests[row] is None or row in num_new or budget == 0 or remaining == 1:
+                continue
+            chunk = self._grow_or_preempt(row, min(remaining, budget, self.chunk_tokens), reached, is_prefill=True)
+            if chunk:
+                if not self._planned:
+                    self.manager.commit_ahead(row, rows.tokens[row], int(rows.num_computed[row]) + chunk)
+                num_new[row] = chunk
+                budget -= chunk
+        return budget
+
+    def _grow_or_preempt(self, row: int, most: int, reached: Reached, *, is_prefill: bool) -> int:
+        """Room for up to `most` tokens of `row`, taken from those that lose least by it if need be.
+
+        Returns how many tokens there is room for; 0 when `row` itself had to leave, or when a step is in flight that
+        must be processed first.
+        """
+        computed, num_processed = int(reached.num_computed[row]), int(self.rows.num_computed[row])
+        while True:
+            chunk = most
+            while chunk:
+                if self.manager.grow(row, computed, chunk, is_prefill=is_prefill, num_processed=num_processed):
+                    return chunk
+                if self._planned:
+                    self._must_wait = True
+                    return 0
+                # Fewer pages may still be had: half the chunk, up to a block boundary.
+                shorter = ceil_div(computed + chunk // 2, self.manager.page_tokens) * self.manager.page_tokens
+                chunk = shorter - computed if shorter - computed < chunk else 0
+            if self._slide_running():
+                continue
+            if len(self.running) == 1:
+                # Alone and still no room: its pages lie scattered over slabs that other groups need.
+                # From an empty arena the sizing guarantees that it fits.
+                logger.info("request %s restarts in an empty arena", self.rows.request(row).request_id)
+                self._restarted = self._preempt(row, keep=False)
+                self.manager.reset_prefix_cache()
+                return 0
+            victim = choose_victim(self.manager, self.rows, self.running)
+            victim_computed = int(self.rows.num_computed[victim])
+            if has_pending_blocks(self.manager, victim, victim_computed):  # planned for this step; no more
+                self.rows.num_computed[victim] = self.manager.roll_back(victim, victim_computed)
+            self.queue.expect_first(self._preempt(victim))
+            if victim == row:
+                return 0
+
+    def _slide_running(self) -> bool:
+        """Take back window pages that lag behind by an eviction interval; whether there were any."""
+        before = sum(self.manager.num_owned)
+        for row in self.running:
+            self.manager.slide(row, int(self.rows.num_computed[row]))
+        return sum(self.manager.num_owned) < before
+
+    def _preempt(self, row: int, *, keep: bool = True) -> Request:
+        """Back to the head of the queue; what was computed stays cached (with `keep`) until evicted."""
+        rows = self.rows
+        self.manager.release(row, rows.tokens[row], int(rows.num_computed[row]), keep=keep)
+        self.running.remove(row)
+        request = rows.take(row)
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+        self.queue.add_first(request, self._num_steps)
+        return request
+
+    def _leave_row(self, row: int) -> None:
+        self.running.remove(row)
+        if self._is_in_flight(row):
+            self._leaving.append(row)
+        else:
+            self._vacate(row)
+
+    def _is_in_flight(self, row: int) -> bool:
+        return any((step.rows == row).any() for step in self._planned)
+
+    def _vacate(self, row: int, *, keep: bool = True) -> None:
+        rows = self.rows
+        num_computed = int(rows.num_computed[row])
+        if keep and has_pending_blocks(self.manager, row, num_computed) and not self.manager.is_replaying(row):
+            # It ended while its first steps were in flight, which do not count.
+            rows.num_computed[row] = num_computed = self.manager.roll_back(row, num_computed)
+        self.manager.release(row, rows.tokens[row], num_computed, keep=keep)
+        self._admission.note_finished(rows.take(row))
+
+    # Admission
+
+    def _admit(self, num_new: dict[int, int], budget: int) -> None:
+        while self.queue and budget and self.rows.has_free_row:
+            request, match = self.queue.next(self._num_steps)
+            if self.running and not self._admission.has_room(request, match, self.running, len(self.queue)):
+                if self._slide_running():
+                    continue
+                return
+            if self._planned and not self._can_admit_ahead(request, match):
+                self._must_wait = True
+                return
+            row = self.rows.next_free_row
+            most = min(len(request.token_ids) - match.num_tokens, budget, self.chunk_tokens)
+            chunk = self._begin(row, request, match, most)
+            if not chunk:
+                if self._slide_running():
+                    continue
+                if self._planned:
+                    self._must_wait = True
+                elif not self.running:
+                    self._clear_for(request, match)
+                return
+            self.rows.put(request, match.num_tokens)
+            self.queue.start(request)
+            self.running.append(row)
+            self._admitted.add(row)
+            self.rows.due[row] = self.manager.next_due(row)
+            if not self._planned:
+                self.manager.commit_ahead(row, request.token_ids, match.num_tokens + chunk)
+            num_new[row] = chunk
+            budget -= chunk
+            self._count_admission(request, match)
+
+    def _can_admit_ahead(self, request: Request, match: PrefixMatch) -> bool:
+        """Whether the request needs no more than pages, and nothing in flight makes more of its prompt to be found."""
+        in_the_making = self._planned[-1].prompt_rows | self._admitted
+        return match.is_plain and not self._admission.finds_more_later(request, match, in_the_making)
+
+    def _begin(self, row: int, request: Request, match: PrefixMatch, most: int) -> int:
+        """Room in `row` for the cached prefix and up to `most` tokens more; returns how many, 0 for none."""
+        if not self.manager.begin(row, match, request.salt, parting_tokens=self.queue.parting_tokens(request)):
+            return 0
+        chunk = most
+        while chunk and not self.manager.grow(row, match.num_tokens, chunk, is_prefill=True):
+            chunk = 0 if self._planned else chunk // 2
+        if not chunk:
+            self.manager.release(row, request.token_ids, match.num_tokens, keep=False)
+        return chunk
+
+    def _clear_for(self, request: Request, match: PrefixMatch) -> None:
+        """Nothing runs and still the request has no room: the cached prefix that it locked is in its way."""
+        if not match.num_tokens:
+            raise InvariantError(
+                f"request {request.request_id} of {len(request.token_ids)} tokens does not fit into an empty arena "
+                f"of {self.manager.arena.num_slabs} slabs, though the start-up check said it would"
+            )
+        self.manager.reset_prefix_cache()
+
+    def _count_admission(self, request: Request, match: PrefixMatch) -> None:
+        if request.num_cached_tokens is None:  # a resume is no hit
+            admission_index = self._admissions.num_requests
+            self._admissions = self._admissions.add(request, match, self.manager.page_tokens)
+            request.first_scheduled_time = time.monotonic()
+            request.admission_index = admission_index
+            request.num_cached_tokens = match.num_tokens - match.num_skipped_tokens

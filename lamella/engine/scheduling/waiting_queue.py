@@ -1,0 +1,118 @@
+"""Requests that wait, and what they count on meanwhile."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from lamella.engine.scheduling.request import Request
+from lamella.engine.scheduling.waiting_order import MAX_WAIT_STEPS, ArrivalOrder, PrefixOrder
+from lamella.errors import ConfigError
+from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.expectations import Expectation
+from lamella.kv_cache.prefix_match import PrefixMatch
+
+_ORDERS: dict[str, type[ArrivalOrder | PrefixOrder]] = {"fcfs": ArrivalOrder, "prefix": PrefixOrder}
+SCHEDULING_POLICIES = tuple(_ORDERS)
+# Ranks of preempted requests lie below those of all others, however long their prefixes.
+_FIRST_RANK = -(1 << 40)
+
+
+class WaitingQueue:
+    """Preempted requests come first, the last preempted before the others. The rest is in the order of `policy`:
+
+    "fcfs": the oldest is next (ArrivalOrder). "prefix": the one with the longest prefix in the cache is, and then
+    those that share most with it, so that each prefix is computed once and used by all before it is evicted
+    (PrefixOrder). There those that find more, and those that are overdue, come before preempted requests as well, but
+    not once one of these has waited for MAX_WAIT_STEPS: what runs then has run before (see `preemption`).
+
+    What the cache has of a waiting request's prompt outlasts what nobody waits for; of two prefixes, the one that is
+    needed sooner.
+    """
+
+    def __init__(self, manager: HybridBlockManager, policy: str) -> None:
+        if policy not in _ORDERS:
+            raise ConfigError(
+                f"scheduling_policy={policy!r} is not known; choose one of {', '.join(SCHEDULING_POLICIES)}"
+            )
+        self._manager = manager
+        self._by_prefix = policy == "prefix"
+        self._preempted: OrderedDict[Request, int] = OrderedDict()  # the step since which each waits
+        self._order: ArrivalOrder | PrefixOrder = _ORDERS[policy](self._match)
+        self._expectations: dict[Request, Expectation] = {}
+        self._first_rank, self._next_rank = _FIRST_RANK, 0
+
+    def __len__(self) -> int:
+        return len(self._preempted) + len(self._order)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._preempted
+        yield from self._order
+
+    def add(self, request: Request, step: int) -> None:
+        self._next_rank += 1
+        self.expect(request, self._next_rank)
+        expectation = self._expectations.get(request)
+        num_cached = 0 if expectation is None else expectation.num_tokens
+        if expectation is None and self._by_prefix:  # what is found may be nothing that can be kept
+            num_cached = self._match(request).num_tokens
+        elif expectation is not None and self._by_prefix:  # the longest runs first
+            self._manager.rerank(expectation, -num_cached)
+        self._order.add(request, step, num_cached)
+
+    def add_first(self, request: Request, step: int) -> None:
+        """`expect_first` is left to the caller: what the request left behind may not be settled yet."""
+        self._preempted[request] = step
+        self._preempted.move_to_end(request, last=False)
+
+    def expect_first(self, request: Request) -> None:
+        """`expect`, for one that `add_first` took."""
+        self._first_rank -= 1
+        self.expect(request, self._first_rank)
+
+    def discard(self, request: Request) -> None:
+        """The request, if it waits, waits no more and did not start."""
+        if request in self._preempted:
+            del self._preempted[request]
+        elif request in self._order:
+            self._order.discard(request)
+        self._settle(request)
+
+    def start(self, request: Request) -> None:
+        """The waiting request waits no more: its prompt is being computed."""
+        if request in self._preempted:
+            del self._preempted[request]
+        else:
+            self._order.start(request)
+        self._settle(request)
+
+    def next(self, step: int) -> tuple[Request, PrefixMatch]:
+        """The request to start next, and what the cache has of its prompt; it stays in the queue until `start`."""
+        if not self._preempted:
+            return self._order.next(step)
+        request = next(iter(self._preempted))
+        match = self._match(request)
+        longest_wait = step - self._preempted[next(reversed(self._preempted))]
+        if isinstance(self._order, PrefixOrder) and len(self._order) and longest_wait < MAX_WAIT_STEPS:
+            other, other_match = self._order.next(step)
+            if self._order.has_overdue or other_match.num_tokens > match.num_tokens:
+                return other, other_match
+        return request, match
+
+    def parting_tokens(self, request: Request) -> int:
+        """After how many tokens of a waiting request's prompt another is known to part from it; 0: none is."""
+        return 0 if request in self._preempted else self._order.parting_tokens(request)
+
+    def expect(self, request: Request, rank: int) -> None:
+        """What the cache has of the prompt outlasts what nobody waits for. Of lower rank: runs sooner."""
+        expectation = self._manager.expect(request.token_ids, request.salt, rank)
+        if expectation is not None:
+            self._expectations[request] = expectation
+
+    def _match(self, request: Request) -> PrefixMatch:
+        return self._manager.match(request.token_ids, request.salt)
+
+    def _settle(self, request: Request) -> None:
+        expectation = self._expectations.pop(request, None)
+        if expectation is not None:
+            self._manager.settle(expectation)

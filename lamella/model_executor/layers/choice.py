@@ -1,0 +1,53 @@
+"""Which operators a model runs on."""
+
+from __future__ import annotations
+
+from lamella.errors import ConfigError
+from lamella.model_executor.layers.contract import Operators
+from lamella.model_executor.models.config import ModelConfig
+from lamella.model_executor.weights.model_source import ModelSource
+
+QUANTIZATIONS = (None, "none", "int8", "w8a8", "gguf")
+
+
+def choose_operators(
+    quantization: str | None, backend_name: str, source: ModelSource, model_config: ModelConfig
+) -> Operators:
+    """The operators that go with the attention backend `backend_name`, for the weights of `source`.
+
+    Raises ConfigError for a quantization that they do not have.
+    """
+    if backend_name != "native":
+        if quantization not in (None, "none"):
+            raise ConfigError(
+                f"quantization={quantization!r} needs the native CPU path, and attention runs on {backend_name!r} here "
+                "(the log says why); leave quantization out, or see attention_backend='native' for what is in the way"
+            )
+        if backend_name == "triton":
+            from lamella.model_executor.layers.triton.operators import TritonOperators
+
+            return TritonOperators()
+        from lamella.model_executor.layers.torch_operators import TorchOperators
+
+        return TorchOperators()
+    from lamella.model_executor.layers.linear_kinds import Float32Linear, Int8Linear, LinearKind
+    from lamella.model_executor.layers.native_operators import NativeOperators
+
+    kind: LinearKind = Float32Linear("embed_tokens.weight" if model_config.tie_word_embeddings else "lm_head.weight")
+    if quantization == "int8":
+        kind = Int8Linear()
+    elif quantization == "w8a8":
+        kind = Int8Linear(activations="int8")
+    elif quantization == "gguf":
+        if source.kind != "gguf":
+            raise ConfigError(
+                f"quantization='gguf' keeps the blocks of a GGUF file, and the weights of {source.folder} are of kind "
+                f"{source.kind!r}; give a .gguf file as the model, or quantization='int8'"
+            )
+        from lamella.model_executor.layers.gguf_kind import GgufLinear
+        from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS
+        from lamella.model_executor.weights.checkpoint import GgufCheckpoint
+        from lamella.model_executor.weights.gguf_form import GgufBlocks
+
+        kind = GgufLinear(GgufBlocks(GgufCheckpoint(source.paths[0], GEMMA3_WEIGHTS)))
+    return NativeOperators(kind)

@@ -1,0 +1,83 @@
+"""Activations, element by element: the gated one of the MLP, and the soft-cap of logits. In float32, rounded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lamella.errors import InvariantError
+from lamella.model_executor.layers.triton.rows import check_rows, launch_options
+
+BLOCK_ELEMENTS = 1024
+ACTIVATIONS = ("gelu_tanh", "silu")
+
+_TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
+
+
+@triton.jit
+def gated_kernel(gate_up, out, row_stride, WIDTH: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, block of its WIDTH results). A row is gate [WIDTH], then up [WIDTH]; out is contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    present = column < WIDTH
+    source = gate_up + row * row_stride + column
+    gate = tl.load(source, mask=present, other=0.0).to(tl.float32)
+    up = tl.load(source + WIDTH, mask=present, other=0.0).to(tl.float32)
+    # 0.5 (1 + tanh z) = 1 / (1 + e^-2z), which neither overflows nor cancels: both are a gate times a logistic.
+    exponent = gate if IS_SILU else _TWICE_SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
+    activated = gate / (1.0 + tl.exp(-exponent))
+    tl.store(out + row * WIDTH + column, (activated * up).to(out.dtype.element_ty), mask=present)
+
+
+@triton.jit
+def softcap_kernel(logits, out, row_stride, softcap, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, block of it): softcap * tanh(logits / softcap). out is contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    present = column < WIDTH
+    scores = tl.load(logits + row * row_stride + column, mask=present, other=0.0).to(tl.float32)
+    # tanh x = 1 - 2 / (1 + e^2x): no overflow on either side.
+    capped = softcap * (1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 / softcap))))
+    tl.store(out + row * WIDTH + column, capped, mask=present)
+
+
+def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """gate_up [T, 2 * width], gate first -> activation(gate) * up, contiguous [T, width] of its dtype. Rows may lie
+    apart. Raises InvariantError for an activation that is not in ACTIVATIONS, and for other shapes."""
+    if activation not in ACTIVATIONS:
+        raise InvariantError(f"activation={activation!r} is not known; choose one of {', '.join(ACTIVATIONS)}")
+    check_rows("gate_up", gate_up)
+    num_rows, columns = gate_up.shape
+    if columns % 2:
+        raise InvariantError(f"gate_up has {columns} columns; half are the gate, so their number must be even")
+    out = gate_up.new_empty(num_rows, columns // 2)
+    if num_rows:
+        constants = gated_constants(columns // 2, activation)
+        grid = (num_rows, triton.cdiv(columns // 2, BLOCK_ELEMENTS))
+        gated_kernel[grid](gate_up, out, gate_up.stride(0), **constants)
+    return out
+
+
+def capped_logits(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    """softcap * tanh(logits / softcap): logits [S, vocab] of any float dtype -> contiguous float32 [S, vocab]. Rows may
+    lie apart. Raises InvariantError for other shapes."""
+    check_rows("logits", logits)
+    num_rows, width = logits.shape
+    out = logits.new_empty(num_rows, width, dtype=torch.float32)
+    if num_rows:
+        grid = (num_rows, triton.cdiv(width, BLOCK_ELEMENTS))
+        softcap_kernel[grid](logits, out, logits.stride(0), softcap, **softcap_constants(width))
+    return out
+
+
+def gated_constants(width: int, activation: str) -> dict[str, Any]:
+    """Compile-time constants and launch options of `gated_kernel`."""
+    return {"IS_SILU": activation == "silu", **softcap_constants(width)}
+
+
+def softcap_constants(width: int) -> dict[str, Any]:
+    """Compile-time constants and launch options of `softcap_kernel`."""
+    return {"WIDTH": width, "BLOCK": BLOCK_ELEMENTS, **launch_options(BLOCK_ELEMENTS)}

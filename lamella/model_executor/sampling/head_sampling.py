@@ -1,0 +1,65 @@
+"""Sampling where logits are computed on demand: rows whose choice needs few columns never have all of them written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from lamella.model_executor.layers.contract import HeadScores
+from lamella.model_executor.sampling.sampler import Sampler, draw_from_top, unusable_rows
+from lamella.model_executor.step_plan import SamplingBatch, StepResult
+
+MAX_TOP = 64  # the most columns that are cheaper to find than to write all
+
+
+def sample_from_head(sampler: Sampler, scores: HeadScores, batch: SamplingBatch) -> StepResult:
+    """What `sampler(all logits, batch)` returns, bit for bit.
+
+    Greedy rows need one column, rows with a small top_k so many; bans, penalties and log-probabilities need the whole
+    row.
+    """
+    num_rows = len(batch.temperature)
+    needs_all = batch.num_logprobs >= 0
+    needs_all[[*batch.banned_token_ids, *batch.penalties]] = True
+    is_greedy = ~needs_all & (batch.temperature == 0)
+    has_top = ~needs_all & ~is_greedy & (batch.top_k > 0) & (batch.top_k <= MAX_TOP)
+    token_ids = np.empty(num_rows, dtype=np.int64)
+    logprobs = {}
+    unusable: dict[int, str] = {}
+
+    rows = np.flatnonzero(is_greedy)
+    if len(rows):
+        ids, values = scores.largest(torch.from_numpy(rows))
+        unusable |= unusable_rows(values.numpy(), rows)
+        token_ids[rows] = ids.numpy()
+    rows = np.flatnonzero(has_top)
+    if len(rows):
+        ids, values = scores.top(torch.from_numpy(rows), int(batch.top_k[rows].max()))
+        unusable |= unusable_rows(values[:, 0].numpy(), rows)
+        for row, row_ids, row_values in zip(rows.tolist(), ids.numpy(), values.numpy(), strict=True):
+            token_ids[row] = row_ids[0] if row in unusable else draw_from_top(row_ids, row_values, batch, row)
+    rows = np.flatnonzero(~is_greedy & ~has_top)
+    if len(rows):
+        result = sampler(scores.logits(torch.from_numpy(rows)), _part_of(batch, rows))
+        token_ids[rows] = result.token_ids
+        logprobs = {int(rows[index]): found for index, found in result.logprobs.items()}
+        unusable |= {int(rows[index]): problem for index, problem in result.unusable.items()}
+    return StepResult(token_ids=token_ids, logprobs=logprobs, unusable=unusable)
+
+
+def _part_of(batch: SamplingBatch, rows: np.ndarray) -> SamplingBatch:
+    place = {int(row): index for index, row in enumerate(rows)}
+    return replace(
+        batch,
+        temperature=batch.temperature[rows],
+        top_k=batch.top_k[rows],
+        top_p=batch.top_p[rows],
+        min_p=batch.min_p[rows],
+        seeds=batch.seeds[rows],
+        draw_index=batch.draw_index[rows],
+        num_logprobs=batch.num_logprobs[rows],
+        banned_token_ids={place[row]: banned for row, banned in batch.banned_token_ids.items()},
+        penalties={place[row]: penalties for row, penalties in batch.penalties.items()},
+    )

@@ -1,0 +1,89 @@
+"""Weights in the blocks of the GGUF file that they come from, repacked in panels: as many bytes as the file has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from lamella.errors import InvariantError
+from lamella.model_executor.weights.checkpoint import Checkpoint, GgufCheckpoint
+from lamella.model_executor.weights.conversion import ParameterPlan, converted_pieces, is_norm, part_names
+from lamella.model_executor.weights.forms import Panels, StoredTensor
+from lamella.native.gguf_linear import FORMATS, pack_gguf
+from lamella.native.library import PANEL
+from lamella.native.linear import pack_rows
+
+_ROWS_AT_ONCE = 4096  # a multiple of a panel
+_FLOAT = "F32"  # how parts are stored whose type has no kernel
+
+
+class BlockPart(NamedTuple):
+    """Outputs [start, stop) of a weight, in panels of their own. type_name: a GGUF type with a kernel, or F32."""
+
+    ending: str
+    type_name: str
+    start: int
+    stop: int
+
+
+class GgufBlocks:
+    """Each part of a fused weight keeps its own type."""
+
+    name = "gguf"
+
+    def __init__(self, checkpoint: GgufCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._parts: dict[str, list[BlockPart]] = {}
+
+    def parts(self, name: str) -> list[BlockPart]:
+        """The parts of the weight `name`, which end in `ending` instead of "weight". Looked up once, for every layer of
+        every step asks."""
+        if name not in self._parts:
+            self._parts[name] = self._find_parts(name)
+        return self._parts[name]
+
+    def _find_parts(self, name: str) -> list[BlockPart]:
+        found: list[BlockPart] = []
+        start = 0
+        for index, part in enumerate(part_names(name)):
+            if part not in self._checkpoint.tensors:
+                break  # whoever plans the parameters says what is missing
+            stop = start + self._checkpoint.tensors[part].shape[0]
+            type_name = self._checkpoint.type_name(part)
+            type_name = type_name if type_name in FORMATS else _FLOAT
+            found.append(BlockPart(f"part{index}_{type_name}", type_name, start, stop))
+            start = stop
+        return found
+
+    def tensors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, StoredTensor]:
+        num_in = shape[1]
+        stored = {}
+        for part in self.parts(name):
+            if part.type_name == _FLOAT:
+                stored[part.ending] = Panels().tensors(name, (part.stop - part.start, num_in), torch.float32)["weight"]
+                continue
+            form = FORMATS[part.type_name]
+            blocks = -(-num_in // form.panel_inputs)
+            num_panels = -(-(part.stop - part.start) // PANEL)
+            stored[part.ending] = StoredTensor((num_panels, blocks, form.panel_words, PANEL), torch.int32)
+        return stored
+
+    def pieces(self, checkpoint: Checkpoint, plans: Iterable[ParameterPlan]) -> Iterator[tuple[str, torch.Tensor]]:
+        if not isinstance(checkpoint, GgufCheckpoint):
+            raise InvariantError(f"blocks were asked of a {type(checkpoint).__name__}; only GGUF files have them")
+        for plan in plans:
+            if is_norm(plan.name):
+                yield from ((plan.name, piece.values) for piece in converted_pieces(checkpoint, [plan]))
+                continue
+            base = plan.name.removesuffix("weight")
+            for part, source in zip(self.parts(plan.name), plan.parts, strict=True):
+                for start in range(0, source.num_rows, _ROWS_AT_ONCE):
+                    stop = min(start + _ROWS_AT_ONCE, source.num_rows)
+                    yield base + part.ending, self._panels(checkpoint, source.name, part.type_name, start, stop)
+
+    def _panels(self, checkpoint: GgufCheckpoint, name: str, type_name: str, start: int, stop: int) -> torch.Tensor:
+        if type_name == _FLOAT:
+            return pack_rows(checkpoint.read_rows(name, start, stop).float())
+        return pack_gguf(checkpoint.read_blocks(name, start, stop), type_name).panels

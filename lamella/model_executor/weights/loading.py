@@ -1,0 +1,167 @@
+"""A model from its name to its configuration, weights and tokenizer.
+
+    source = resolve_model("demo:gemma-3-270m")
+    config = load_config(source)
+    weights = load_weights(source, config, shapes, dtype=torch.float32)
+    tokenizer = load_tokenizer(source)
+
+The last two are independent of each other and may run in two threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lamella.errors import ConfigError
+from lamella.model_executor.models.config import ModelConfig
+from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS, parameter_shapes
+from lamella.model_executor.models.generation_config import GENERATION_CONFIG, GenerationConfig, read_generation_config
+from lamella.model_executor.models.registry import parse_config, parse_gguf_config
+from lamella.model_executor.models.typed_fields import shown
+from lamella.model_executor.models.typed_json import read_json_object
+from lamella.model_executor.progress import with_progress
+from lamella.model_executor.text.tokenizer import Tokenizer
+from lamella.model_executor.text.tokenizer_loading import load_tokenizer
+from lamella.model_executor.weights.cache import read_weight_entry, weight_entry_path, write_weight_entry
+from lamella.model_executor.weights.cache_folder import default_cache_dir
+from lamella.model_executor.weights.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
+from lamella.model_executor.weights.conversion import plan_parameters
+from lamella.model_executor.weights.dummy_weights import check_memory, dummy_pieces
+from lamella.model_executor.weights.fit import fitted_config
+from lamella.model_executor.weights.forms import RowForm, RowMajor, WeightForm, collect, formed_pieces, stored_tensors
+from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header
+from lamella.model_executor.weights.model_source import ModelSource, is_there, resolve_model
+from lamella.model_executor.weights.safetensors_files import DTYPES
+
+__all__ = [
+    "ModelSource",
+    "Tokenizer",
+    "load_config",
+    "load_sampling_defaults",
+    "load_tokenizer",
+    "load_weights",
+    "resolve_model",
+]
+
+logger = logging.getLogger(__name__)
+
+# Converting less than this is as quick as mapping a copy of it, and copies take disk space.
+MIN_CACHED_BYTES = 64 << 20
+ROW_MAJOR = RowMajor()
+
+
+def load_config(source: ModelSource) -> ModelConfig:
+    """The model's shape, from config.json (and generation_config.json's end tokens) or GGUF metadata, once the weights'
+    headers are known to hold what it claims: nothing has been built by then.
+
+    Raises ModelLoadError: files unreadable, architecture unknown, a variant that is not built, or weights that do not
+    fit.
+    """
+    header = None
+    if source.gguf_path is not None:
+        header = read_gguf_header(source.gguf_path)
+        config = parse_gguf_config(header)
+    else:
+        config = parse_config(read_json_object(source.folder / "config.json"), _generation_config(source).eos_token_ids)
+    if source.kind == "dummy":
+        check_memory(source.name, parameter_shapes(config))
+        return config
+    return fitted_config(_open(source, header), config, parameter_shapes)
+
+
+def load_sampling_defaults(source: ModelSource) -> dict[str, Any]:
+    """What the model's generation_config.json says of sampling, by the names of SamplingParams' fields.
+
+    A model that is to be decoded greedily (do_sample false) gives temperature 0. Empty without such a file. One warning
+    names what the file asks for and the engine does not do.
+    """
+    given = _generation_config(source)
+    if given.not_honoured:
+        asked = ", ".join(f"{key}={shown(value)}" for key, value in given.not_honoured.items())
+        logger.warning(
+            "%s asks for what is not done here, so it is left out: %s", source.folder / GENERATION_CONFIG, asked
+        )
+    return dict(given.sampling)
+
+
+def _generation_config(source: ModelSource) -> GenerationConfig:
+    path = source.folder / GENERATION_CONFIG
+    if source.gguf_path is not None or not is_there(path):
+        return GenerationConfig()
+    return read_generation_config(path)
+
+
+def _open(source: ModelSource, header: GgufHeader | None = None) -> Checkpoint:
+    if source.kind == "gguf":
+        return GgufCheckpoint(source.paths[0], GEMMA3_WEIGHTS, header)
+    return SafetensorsCheckpoint(source.paths, GEMMA3_WEIGHTS)
+
+
+def load_weights(
+    source: ModelSource,
+    config: ModelConfig,
+    expected_shapes: dict[str, tuple[int, ...]],
+    *,
+    dtype: torch.dtype,
+    form: WeightForm = ROW_MAJOR,
+    cache_dir: Path | None = None,
+    shows_progress: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The model's parameters by name: norms as float32 multipliers, everything else in `dtype` and `form`.
+
+    expected_shapes: name -> shape of each parameter, weights as [num_out, num_in].
+    cache_dir: where a converted copy is kept (default: `default_cache_dir()`); a copy that is missing, stale or
+    damaged is made anew, and a folder that cannot be written only costs a warning. The tensors may be views of a
+    private memory map of a file: they can be written to, but the file must not be cut short meanwhile.
+    shows_progress: say on stderr how far a conversion is.
+    Raises ConfigError for a dtype that is not float32, float16 or bfloat16, and ModelLoadError, before memory is
+    taken, when the files cannot be read or do not fit `config`.
+    """
+    if dtype not in DTYPES.values():
+        raise ConfigError(f"dtype={dtype} cannot be computed with; use torch.float32, torch.float16 or torch.bfloat16")
+    if source.kind == "dummy":
+        stored = stored_tensors(expected_shapes, dtype, form)
+        if not isinstance(form, RowForm):
+            raise ConfigError(f"random weights cannot be made in the form of {form.name!r}; they have no file")
+        return collect(formed_pieces(dummy_pieces(expected_shapes, dtype), form), stored)
+    entry = _weight_entry(source, dtype, form, cache_dir or default_cache_dir())
+    if entry is not None:
+        weights = read_weight_entry(entry, stored_tensors(expected_shapes, dtype, form))
+        if weights is not None:
+            return weights
+    checkpoint = _open(source)
+    plans = plan_parameters(checkpoint, config, expected_shapes, dtype)
+    stored = stored_tensors({plan.name: plan.shape for plan in plans}, dtype, form)
+    num_bytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in stored.values())
+    is_shown = shows_progress and num_bytes >= MIN_CACHED_BYTES
+
+    def pieces(label: str) -> Iterator[tuple[str, torch.Tensor]]:
+        logger.info("%s (%.1f GB) from %s", label, num_bytes / 1e9, source.folder)
+        made = form.pieces(checkpoint, plans)
+        return with_progress(made, label, num_bytes, lambda piece: piece[1].nbytes, is_shown=is_shown)
+
+    if entry is not None:
+        try:
+            write_weight_entry(entry, pieces("converting weights once"), stored, sources=source.paths)
+            logger.info("converted weights written to %s", entry)
+        except OSError as error:
+            logger.warning("converted weights cannot be kept at %s (%s): each load will convert again", entry, error)
+        else:
+            if (weights := read_weight_entry(entry, stored)) is not None:
+                return weights
+    return collect(pieces("loading weights"), stored)
+
+
+def _weight_entry(source: ModelSource, dtype: torch.dtype, form: WeightForm, cache_dir: Path) -> Path | None:
+    try:
+        if sum(path.stat().st_size for path in source.paths) < MIN_CACHED_BYTES:
+            return None
+        return weight_entry_path(cache_dir, source.paths, dtype, form)
+    except OSError:
+        return None  # the checkpoint's own reader says what is wrong with the files

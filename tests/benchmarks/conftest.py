@@ -1,0 +1,1 @@
+import tests.helpers.triton_interpreter  # noqa: F401
