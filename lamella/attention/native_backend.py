@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,7 +25,6 @@ class NativeLayerCache(LayerCache):
     tokens of pages."""
 
     pages: Pages
-    derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # made once, used in every step
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,26 +143,12 @@ class NativeBackend:
         """Decode rows and prefill rows in one call: threads need not wait for each other in between."""
         self._attend(params, cache, query, metadata, out, 0, metadata.num_requests)
 
-    def decoder_layer(self, params: AttentionParams, cache: LayerCache, weights: DecoderWeights) -> DecoderLayer:
-        """A layer's weights with its attention and pages, for `native.decoder.run_layers`. Made once."""
-        assert isinstance(cache, NativeLayerCache), "a layer cache of another backend"
-        layer: DecoderLayer | None = cache.derived.get(id(weights))
-        if layer is None:  # it keeps the weights, so that their id stays theirs
-            layer = DecoderLayer(weights, cache.pages, params.num_heads, _visibility(params))
-            cache.derived[id(weights)] = layer
-        return layer
-
     def layer_step(
         self, params: AttentionParams, rotary: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata
     ) -> LayerStep:
         """What the step has for layers of such attention. rotary: cos and sin, float32 [T, 1, rotary_dim / 2]."""
-        cos, sin = rotary
-        key = ("layer_step", params.spec, params.num_heads, id(cos), id(sin))
-        step: LayerStep | None = metadata.derived.get(key)
-        if step is None:  # it keeps the tables, so that their ids stay theirs
-            batch = _plan(params, metadata, 0, metadata.num_requests).batch
-            step = metadata.derived[key] = LayerStep(batch, metadata.slot_mapping, cos, sin)
-        return step
+        batch = _plan(params, metadata, 0, metadata.num_requests).batch
+        return LayerStep(batch, metadata.slot_mapping, *rotary)
 
     def write_keys_values(
         self,
@@ -222,6 +206,11 @@ class NativeBackend:
     ) -> None:
         batch = _plan(params, metadata, start, stop).batch
         self.kernels.attend(_pages(cache), batch, query.contiguous(), out, **_visibility(params)._asdict())
+
+
+def native_decoder(params: AttentionParams, cache: LayerCache, weights: DecoderWeights) -> DecoderLayer:
+    """A layer's weights with its attention and pages, for `native.decoder.run_layers`."""
+    return DecoderLayer(weights, _pages(cache), params.num_heads, _visibility(params))
 
 
 def _plan(params: AttentionParams, metadata: AttentionMetadata, start: int, stop: int) -> Plan:

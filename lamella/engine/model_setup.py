@@ -25,12 +25,14 @@ from lamella.kv_cache.sizing import PoolSize, decode_table_widths, size_pool
 from lamella.kv_cache.split import split_pools
 from lamella.model_executor.decode_graphs import CAPTURABLE_BACKENDS, CudaGraphs
 from lamella.model_executor.layers.choice import choose_operators
+from lamella.model_executor.layers.description import Model
+from lamella.model_executor.layers.stack import Stack
 from lamella.model_executor.memory_profile import CudaMeter, LargestBatch, profile_memory
 from lamella.model_executor.models.config import ModelConfig, kv_sharing, layer_specs
-from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
+from lamella.model_executor.models.registry import weight_map
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.text.tokenizer import Tokenizer
-from lamella.model_executor.weights.kv_scales import load_kv_scales
+from lamella.model_executor.weights.kv_scales import KVScales, load_kv_scales
 from lamella.model_executor.weights.loading import (
     load_config,
     load_sampling_defaults,
@@ -38,6 +40,7 @@ from lamella.model_executor.weights.loading import (
     load_weights,
     resolve_model,
 )
+from lamella.model_executor.weights.model_source import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -75,27 +78,26 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
     max_model_len = _check_max_model_len(config, model_config)
     dtype = _choose_dtype(config.dtype, model_config, device)
     kv_dtype = KV_CACHE_DTYPES[config.kv_cache_dtype]
-    kv_scales = None if kv_dtype is None else load_kv_scales(source, num_layers=model_config.num_layers)
+    kv_scales = None if kv_dtype is None else _kv_scales(source, model_config)
     kv_dtype = kv_dtype or dtype
     attention_specs = layer_specs(model_config, itemsize_bytes=kv_dtype.itemsize)
     backend = choose_backend(
         config.attention_backend, device, specs=attention_specs, dtype=kv_dtype, page_tokens=config.page_size
     )
-    operators = choose_operators(config.quantization, backend.name, source, model_config)
-    model = Gemma3ForCausalLM(model_config, dtype, operators)
+    model = Model(model_config, dtype)
+    operators = choose_operators(config.quantization, backend.name, source, model)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="lamella-tokenizer") as pool:
         tokenizer_loading = pool.submit(load_tokenizer, tokenizer_source, cache_dir)
         weights = load_weights(
             source,
-            model_config,
-            model.expected_shapes(),
-            dtype=dtype,
+            model,
             form=operators.weight_form,
             cache_dir=cache_dir,
             shows_progress=shows_progress,
         )
         tokenizer = tokenizer_loading.result()
     model.load({name: tensor.to(device) for name, tensor in weights.items()})
+    stack = Stack(model, operators)
 
     stored_specs = without_sliding(attention_specs) if config.disable_hybrid_kv_cache else attention_specs
     layout = build_layout(stored_specs, page_tokens=config.page_size, kv_sharing=kv_sharing(model_config))
@@ -114,7 +116,7 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
     memory_bytes, profile = _checked_memory_bytes(config.kv_cache_memory_bytes, device), None
     if memory_bytes is None and device.type == "cuda":
         profile = profile_memory(
-            model,
+            stack,
             backend,
             layout,
             attention_specs,
@@ -149,11 +151,15 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
         scheduling_policy=config.scheduling_policy,
     )
     arena = allocate_arena(layout, size.num_slabs, device, step_pages_bytes=size.step_pages_bytes)
-    runner = ModelRunner(model, backend, layout, attention_specs, arena, kv_dtype=kv_dtype, kv_scales=kv_scales)
+    runner = ModelRunner(stack, backend, layout, attention_specs, arena, kv_dtype=kv_dtype, kv_scales=kv_scales)
     if uses_graphs:
         _capture_graphs(runner, max_batch, profile, device)
     model_config = _with_tokenizer_end(model_config, tokenizer)
     return LoadedEngine(tokenizer, model_config, default_params, layout, size, manager, scheduler, runner)
+
+
+def _kv_scales(source: ModelSource, model_config: ModelConfig) -> list[KVScales]:
+    return load_kv_scales(source, weight_map(model_config), num_layers=model_config.num_layers)
 
 
 def _with_tokenizer_end(model_config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:

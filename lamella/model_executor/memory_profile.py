@@ -17,7 +17,7 @@ from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.memory import MemoryProfile, allocate_arena
 from lamella.kv_cache.spec import KVCacheSpec, ceil_div
 from lamella.model_executor.decode_graphs import batch_sizes
-from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
+from lamella.model_executor.layers.stack import Stack
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.step_buffers import NO_SLOT, NULL_PAGE
 from lamella.model_executor.step_plan import GroupPlan, PageCopies, SamplingBatch, StepPlan
@@ -83,7 +83,7 @@ class CudaMeter:
 
 
 def profile_memory(
-    model: Gemma3ForCausalLM,
+    stack: Stack,
     backend: AttentionBackend,
     layout: KVLayout,
     attention_specs: list[KVCacheSpec],
@@ -99,9 +99,9 @@ def profile_memory(
     The largest steps: all tokens as prompts of as many requests as run at once, each of which samples; and a token of
     each of those requests, over the widest block tables.
     """
-    device = model.norm.weight.device
+    device = stack.device
     arena = allocate_arena(layout, 1, device)
-    runner = ModelRunner(model, backend, layout, attention_specs, arena, kv_dtype=kv_dtype, prunes=False)
+    runner = ModelRunner(stack, backend, layout, attention_specs, arena, kv_dtype=kv_dtype, prunes=False)
     plans = prompts_plan(layout, largest), decodes_plan(layout, largest)
     try:
         for plan in plans:  # kernels are compiled, and libraries take their workspaces

@@ -15,7 +15,7 @@ from lamella.attention.metadata import require_covering_tables, to_device
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.decode_graphs import DecodeBuffers, DecodeGraphs, GraphMaker, batch_sizes
-from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
+from lamella.model_executor.layers.stack import Stack
 from lamella.model_executor.receptive_field import ReceptiveField
 from lamella.model_executor.sampling.head_sampling import sample_from_head
 from lamella.model_executor.sampling.sampler import Sampler
@@ -57,7 +57,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Gemma3ForCausalLM,
+        model: Stack,
         backend: AttentionBackend,
         layout: KVLayout,
         attention_specs: list[KVCacheSpec],

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from lamella.errors import ConfigError
 from lamella.model_executor.layers.contract import Operators
-from lamella.model_executor.models.config import ModelConfig
+from lamella.model_executor.layers.description import Model
 from lamella.model_executor.weights.model_source import ModelSource
 
 QUANTIZATIONS = (None, "none", "int8", "w8a8", "gguf")
 
 
-def choose_operators(
-    quantization: str | None, backend_name: str, source: ModelSource, model_config: ModelConfig
-) -> Operators:
+def choose_operators(quantization: str | None, backend_name: str, source: ModelSource, model: Model) -> Operators:
     """The operators that go with the attention backend `backend_name`, for the weights of `source`.
 
     Raises ConfigError for a quantization that they do not have.
@@ -33,7 +31,7 @@ def choose_operators(
     from lamella.model_executor.layers.linear_kinds import Float32Linear, Int8Linear, LinearKind
     from lamella.model_executor.layers.native_operators import NativeOperators
 
-    kind: LinearKind = Float32Linear("embed_tokens.weight" if model_config.tie_word_embeddings else "lm_head.weight")
+    kind: LinearKind = Float32Linear(f"{model.head.name}.weight")
     if quantization == "int8":
         kind = Int8Linear()
     elif quantization == "w8a8":
@@ -45,9 +43,10 @@ def choose_operators(
                 f"{source.kind!r}; give a .gguf file as the model, or quantization='int8'"
             )
         from lamella.model_executor.layers.gguf_kind import GgufLinear
-        from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS
+        from lamella.model_executor.models.registry import weight_map
         from lamella.model_executor.weights.checkpoint import GgufCheckpoint
         from lamella.model_executor.weights.gguf_form import GgufBlocks
 
-        kind = GgufLinear(GgufBlocks(GgufCheckpoint(source.paths[0], GEMMA3_WEIGHTS)))
+        checkpoint = GgufCheckpoint(source.paths[0], weight_map(model.config))
+        kind = GgufLinear(GgufBlocks(checkpoint, model.parameters()))
     return NativeOperators(kind)

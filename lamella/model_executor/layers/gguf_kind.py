@@ -6,7 +6,9 @@ from functools import partial
 
 import torch
 
-from lamella.model_executor.layers.contract import HeadScores, Projection
+from lamella.model_executor.layers.contract import HeadScores
+from lamella.model_executor.layers.description import Projection
+from lamella.model_executor.layers.linear_kinds import bias_of
 from lamella.model_executor.layers.native_heads import scores_by_parts
 from lamella.model_executor.weights.gguf_form import BlockPart, GgufBlocks
 from lamella.native.gguf_linear import FORMATS, GgufWeight, gather_rows_gguf
@@ -23,13 +25,14 @@ class GgufLinear:
         return LinearLayer(
             [
                 _part(weight, part, max(start, part.start), min(stop, part.stop))
-                for part in self.weight_form.parts(weight.name)
+                for part in self.weight_form.parts(f"{weight.name}.weight")
                 if part.start < stop and start < part.stop
-            ]
+            ],
+            bias=bias_of(weight, start, stop),
         )
 
     def gather(self, weight: Projection, ids: torch.Tensor, scale: float) -> torch.Tensor:
-        (part,) = self.weight_form.parts(weight.name)
+        (part,) = self.weight_form.parts(f"{weight.name}.weight")
         table = _part(weight, part, part.start, part.stop)
         if isinstance(table, PackedWeight):
             return gather_rows(table, ids, scale)
@@ -41,7 +44,7 @@ class GgufLinear:
 
 def _part(weight: Projection, part: BlockPart, start: int, stop: int) -> GgufWeight | PackedWeight:
     """Outputs [start, stop) of the layer, which lie in `part`, start a multiple of a panel from its beginning."""
-    panels = getattr(weight, part.ending)[(start - part.start) // PANEL : -(-(stop - part.start) // PANEL)]
+    panels = weight.tensors[part.ending][(start - part.start) // PANEL : -(-(stop - part.start) // PANEL)]
     if part.type_name in FORMATS:
         return GgufWeight(panels, part.type_name, stop - start, weight.num_in)
     return PackedWeight(panels, stop - start, weight.num_in)

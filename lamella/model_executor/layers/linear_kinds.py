@@ -14,7 +14,8 @@ from typing import Protocol
 
 import torch
 
-from lamella.model_executor.layers.contract import HeadScores, Projection
+from lamella.model_executor.layers.contract import HeadScores
+from lamella.model_executor.layers.description import Projection
 from lamella.model_executor.layers.native_heads import NativeScores, scores_by_parts
 from lamella.model_executor.weights.forms import HEAD_ENDINGS, Int8Panels, Panels, WeightForm
 from lamella.native.int8 import Int8Weight, gather_rows_int8
@@ -49,7 +50,7 @@ class Float32Linear:
         self._int8_head: Int8Head | None = None
 
     def layer(self, weight: Projection, start: int, stop: int) -> LinearLayer:
-        return LinearLayer([_packed(weight, start, stop)])
+        return LinearLayer([_packed(weight, start, stop)], bias=bias_of(weight, start, stop))
 
     def gather(self, weight: Projection, ids: torch.Tensor, scale: float) -> torch.Tensor:
         return gather_rows(_packed(weight, 0, weight.num_out), ids, scale)
@@ -58,7 +59,7 @@ class Float32Linear:
         packed = _packed(weight, 0, weight.num_out)
 
         def top(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-            if weight.name == self.weight_form.head and count <= MAX_BEST:
+            if f"{weight.name}.weight" == self.weight_form.head and count <= MAX_BEST:
                 if self._int8_head is None:
                     self._int8_head = _int8_head(weight)
                 best = self._int8_head.best(x, count)
@@ -78,7 +79,11 @@ class Int8Linear:
         self._int8_activations = activations == "int8"
 
     def layer(self, weight: Projection, start: int, stop: int) -> LinearLayer:
-        return LinearLayer([_int8(weight, start, stop)], int8_activations=self._int8_activations)
+        return LinearLayer(
+            [_int8(weight, start, stop)],
+            bias=bias_of(weight, start, stop),
+            int8_activations=self._int8_activations,
+        )
 
     def gather(self, weight: Projection, ids: torch.Tensor, scale: float) -> torch.Tensor:
         return gather_rows_int8(_int8(weight, 0, weight.num_out), ids, scale)
@@ -87,8 +92,12 @@ class Int8Linear:
         return scores_by_parts(partial(self.layer, weight), weight.num_out, hidden, softcap)
 
 
+def bias_of(weight: Projection, start: int, stop: int) -> torch.Tensor | None:
+    return None if weight.bias is None else weight.bias[start:stop]
+
+
 def _int8_head(weight: Projection) -> Int8Head:
-    tensors = HeadTensors(*(getattr(weight, ending) for ending in HEAD_ENDINGS))
+    tensors = HeadTensors(*(weight.tensors[ending] for ending in HEAD_ENDINGS))
     return assemble_head(weight.weight, tensors, weight.num_out)
 
 
@@ -99,5 +108,5 @@ def _packed(weight: Projection, start: int, stop: int) -> PackedWeight:
 def _int8(weight: Projection, start: int, stop: int) -> Int8Weight:
     first, last = start // PANEL, -(-stop // PANEL)
     return Int8Weight(
-        weight.weight[first:last], weight.scales[first * PANEL : last * PANEL], stop - start, weight.num_in
+        weight.weight[first:last], weight.tensors["scales"][first * PANEL : last * PANEL], stop - start, weight.num_in
     )

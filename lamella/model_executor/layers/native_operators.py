@@ -1,4 +1,8 @@
-"""The operations by the native CPU kernels, float32: the same bits for a token whatever comes with it."""
+"""The operations by the native CPU kernels, float32: the same bits for a token whatever comes with it.
+
+Layers that all tokens leave run as one call, attention and all. A layer that only some tokens leave is two: attention,
+and what follows it.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,18 @@ from collections.abc import Sequence
 
 import torch
 
-from lamella.attention.native_backend import HeadTransform
-from lamella.model_executor.layers.contract import (
-    DecoderLayer,
-    HeadScores,
-    Norm,
-    Projection,
-    Rotary,
-    StepAttention,
-)
+from lamella.attention.native_backend import HeadTransform, NativeBackend, native_decoder
+from lamella.errors import InvariantError
+from lamella.kv_cache.spec import KVCacheSpec
+from lamella.model_executor.layers.contract import HeadScores, Rotary
+from lamella.model_executor.layers.description import DecoderLayer, Model, Norm, Projection
 from lamella.model_executor.layers.linear_kinds import LinearKind
+from lamella.model_executor.layers.textbook import project
+from lamella.model_executor.models.config import RotaryConfig
+from lamella.model_executor.step_attention import LayerPlace, StepAttention
 from lamella.model_executor.weights.forms import WeightForm
-from lamella.native.decoder import DecoderWeights
+from lamella.native import decoder
+from lamella.native.decoder import DecoderWeights, LayerStep
 from lamella.native.elementwise import add_norm
 from lamella.native.layers import LayerTail, LinearLayer
 
@@ -27,10 +31,51 @@ class NativeOperators:
 
     def __init__(self, kind: LinearKind) -> None:
         self._kind = kind
+        self._linears: dict[tuple[str, int, int], LinearLayer] = {}  # projection, first and last + 1 of its outputs
+        self._tails: dict[int, LayerTail] = {}  # of each layer
+        self._weights: dict[int, DecoderWeights] = {}  # of the layers that run as one call
+        self._places: list[LayerPlace] = []  # those that `_decoders` are of
+        self._decoders: dict[int, decoder.DecoderLayer] = {}  # the layers that run as one call, with their pages
 
     @property
     def weight_form(self) -> WeightForm:
         return self._kind.weight_form
+
+    def prepare(self, model: Model) -> None:
+        following = [*(layer.input_norm for layer in model.layers[1:]), model.norm]
+        for layer, next_norm in zip(model.layers, following, strict=True):
+            attention, mlp = layer.attention, layer.mlp
+            qkv_proj, num_query = attention.qkv_proj, attention.config.query_columns
+            self._add(qkv_proj, 0, num_query)
+            if num_query < qkv_proj.num_out:
+                self._add(qkv_proj, num_query, qkv_proj.num_out)
+            self._tails[layer.index] = LayerTail(
+                *(self._add(each, 0, each.num_out) for each in (attention.o_proj, mlp.gate_up_proj, mlp.down_proj)),
+                post_attention_norm=_weight(layer.post_attention_norm),
+                pre_mlp_norm=_weight(layer.mlp_norm),
+                post_mlp_norm=_weight(layer.post_mlp_norm),
+                following_norm=_weight(next_norm),
+                eps=model.norm.eps,
+                activation=mlp.config.activation,
+            )
+            if self.unsupported(layer) is None:
+                self._weights[layer.index] = DecoderWeights(
+                    self._add(qkv_proj, 0, qkv_proj.num_out),
+                    _weight(attention.q_norm),
+                    _weight(attention.k_norm),
+                    model.norm.eps,
+                    self._tails[layer.index],
+                )
+
+    def _add(self, projection: Projection, start: int, stop: int) -> LinearLayer:
+        """Outputs [start, stop) of the projection."""
+        layer = self._linears[projection.name, start, stop] = self._kind.layer(projection, start, stop)
+        return layer
+
+    def unsupported(self, layer: DecoderLayer) -> str | None:
+        if layer.attention.config.kv_owner is not None:
+            return "it reads another layer's K and V"
+        return None
 
     def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
         return self._kind.gather(table, token_ids, scale)
@@ -38,68 +83,102 @@ class NativeOperators:
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return add_norm(x, None, None, norm.weight, norm.eps)
 
-    def run_layers(
+    def run(
         self,
-        attention: StepAttention,
-        first: int,
+        step: StepAttention,
         layers: Sequence[DecoderLayer],
-        rotaries: Sequence[Rotary],
+        following: Norm | None,
+        rotaries: Sequence[Rotary | None],
         x: torch.Tensor,
         normed: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        attention.run_layers(first, [self._weights(layer) for layer in layers], rotaries, x, normed)
+        rows = step.output_rows(layers[-1].index)
+        num_whole = len(layers) - (rows is not None)
+        first = 0
+        while first < len(layers):
+            stop = first
+            while stop < num_whole and layers[stop].index in self._weights:
+                stop += 1
+            if stop > first:
+                self._run_fused(step, layers[first:stop], rotaries[first:stop], x, normed)
+                first = stop
+                continue
+            layer, its_rows = layers[first], rows if first == num_whole else None
+            attended = self.attention(step, layer, rotaries[first], normed, its_rows)
+            if its_rows is not None:
+                x = x[its_rows]
+            normed = self._tails[layer.index](x, attended)
+            first += 1
         return x, normed
 
-    def attend(
+    def _run_fused(
         self,
-        attention: StepAttention,
-        index: int,
-        layer: DecoderLayer,
+        step: StepAttention,
+        layers: Sequence[DecoderLayer],
+        rotaries: Sequence[Rotary | None],
         x: torch.Tensor,
-        rotary: Rotary,
-        output_rows: torch.Tensor,
+        normed: torch.Tensor,
+    ) -> None:
+        """As one call; x and normed change in place."""
+        backend = _native(step)
+        if step.places is not self._places:
+            self._bind(step.places)
+        steps: dict[tuple[int, KVCacheSpec, int, RotaryConfig | None], LayerStep] = {}  # what layers share
+        of_layers = []
+        for layer, rotary in zip(layers, rotaries, strict=True):
+            place, config = step.place(layer.index, has_kv=True), layer.attention.config
+            key = (place.group, place.params.spec, config.num_heads, config.rotary)
+            if key not in steps:
+                steps[key] = backend.layer_step(place.params, rotary, step.taken(layer.index))
+            of_layers.append(steps[key])
+        decoder.run_layers([self._decoders[layer.index] for layer in layers], of_layers, x, normed)
+
+    def _bind(self, places: list[LayerPlace]) -> None:
+        """Join the layers with the pages that they have in this arena."""
+        self._decoders = {
+            index: native_decoder(places[index].params, places[index].cache, weights)
+            for index, weights in self._weights.items()
+        }
+        self._places = places
+
+    def attention(
+        self,
+        step: StepAttention,
+        layer: DecoderLayer,
+        rotary: Rotary | None,
+        normed: torch.Tensor,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        projection, num_query = layer.qkv_proj, layer.heads.sizes[0]
-        transform = HeadTransform(layer.query_norm.weight, layer.key_norm.weight, layer.query_norm.eps, *rotary)
-        queries = self._linear(projection, 0, num_query)(x[output_rows])
-        keys_values = self._linear(projection, num_query, projection.num_out)(x)
-        return attention.fused_outputs(index, queries, keys_values, transform, output_rows).flatten(1)
+        """K and V of all tokens, queries of `rows` (None: of all): [S, num_heads * v_dim]."""
+        attention, config = layer.attention, layer.attention.config
+        projection, num_query = attention.qkv_proj, config.query_columns
+        has_kv = config.kv_owner is None
+        backend, place = _native(step), step.place(layer.index, has_kv=has_kv)
+        eps = 0.0 if attention.q_norm is None else attention.q_norm.eps
+        transform = HeadTransform(_weight(attention.q_norm), _weight(attention.k_norm), eps, *rotary)
+        queries = project(self, projection, normed if rows is None else normed[rows], slice(0, num_query))
+        if has_kv:
+            keys_values = project(self, projection, normed, slice(num_query, projection.num_out))
+            backend.write_keys_values(place.params, place.cache, keys_values, transform, step.taken(layer.index))
+        if rows is not None:
+            transform = transform.of_rows(rows)
+        left = step.left(layer.index)
+        return backend.attend_queries(place.params, place.cache, queries, transform, left).flatten(1)
 
-    def finish_layer(
-        self, layer: DecoderLayer, x: torch.Tensor, attended: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, self._weights(layer).tail(x, attended)
-
-    def _weights(self, layer: DecoderLayer) -> DecoderWeights:
-        weights: DecoderWeights | None = layer.derived.get("native")
-        if weights is None:
-            weights = layer.derived["native"] = DecoderWeights(
-                self._linear(layer.qkv_proj, 0, layer.qkv_proj.num_out),
-                layer.query_norm.weight,
-                layer.key_norm.weight,
-                layer.query_norm.eps,
-                self._tail(layer),
-            )
-        return weights
-
-    def _tail(self, layer: DecoderLayer) -> LayerTail:
-        projections = (layer.o_proj, layer.gate_up_proj, layer.down_proj)
-        return LayerTail(
-            *(self._linear(weight, 0, weight.num_out) for weight in projections),
-            post_attention_norm=layer.post_attention_norm.weight,
-            pre_mlp_norm=layer.pre_mlp_norm.weight,
-            post_mlp_norm=layer.post_mlp_norm.weight,
-            following_norm=layer.following_norm.weight,
-            eps=layer.following_norm.eps,
-            activation=layer.activation,
-        )
-
-    def _linear(self, weight: Projection, start: int, stop: int) -> LinearLayer:
-        """Outputs [start, stop) of `weight`."""
-        layer: LinearLayer | None = weight.derived.get((start, stop))
-        if layer is None:
-            layer = weight.derived[start, stop] = self._kind.layer(weight, start, stop)
-        return layer
+    def multiply(self, projection: Projection, x: torch.Tensor, columns: slice) -> torch.Tensor:
+        return self._linears[projection.name, columns.start, columns.stop](x)
 
     def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
         return self._kind.head(weight, hidden, softcap)
+
+
+def _weight(norm: Norm | None) -> torch.Tensor | None:
+    return None if norm is None else norm.weight
+
+
+def _native(step: StepAttention) -> NativeBackend:
+    if not isinstance(step.backend, NativeBackend):
+        raise InvariantError(
+            f"native operators were given a step of backend {step.backend.name!r}; they go with 'native'"
+        )
+    return step.backend

@@ -1,4 +1,4 @@
-"""Building blocks of the models: plain functions on tensors.
+"""Building blocks in eager PyTorch: plain functions on tensors.
 
 All weights are [out, in]. Norm weights are effective multipliers (a checkpoint's 1 + w is added once,
 when it is loaded) and float32.
@@ -25,28 +25,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dtype == torch.float32:
         return torch.rms_norm(x, weight.shape, weight, eps)
     return torch.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-
-
-def rotary_frequencies(head_dim: int, theta: float, scale: float, device: torch.device) -> torch.Tensor:
-    """Radians per position of each pair of a head's elements: float32 [head_dim / 2] (RoFormer, arXiv 2104.09864)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    return 1.0 / (theta**exponents) / scale
-
-
-def rotary_tables(
-    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each [T, 1, head_dim / 2] in `dtype`, for positions [T]."""
-    angles = positions.float()[:, None, None] * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def apply_rotary(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate x [T, heads, head_dim], first half against second half of each head."""
-    cos, sin = tables
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

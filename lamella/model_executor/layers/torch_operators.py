@@ -1,4 +1,4 @@
-"""The operations in eager PyTorch, on any device."""
+"""The operations in eager PyTorch, on any device: every layer that can be described, by the textbook's one path."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from lamella.model_executor.layers.contract import DecoderLayer, Norm, Projection, Rotary, StepAttention
-from lamella.model_executor.layers.torch_functions import apply_rotary, gated_activation, linear, rms_norm
+from lamella.model_executor.layers.contract import Rotary
+from lamella.model_executor.layers.description import DecoderLayer, Model, Norm, Projection
+from lamella.model_executor.layers.rotary import apply_rotary
+from lamella.model_executor.layers.textbook import project_heads, run_layers
+from lamella.model_executor.layers.torch_functions import gated_activation, linear, rms_norm
+from lamella.model_executor.step_attention import StepAttention
 from lamella.model_executor.weights.forms import RowMajor
 
 
@@ -15,65 +19,67 @@ class TorchOperators:
     name = "torch"
     weight_form = RowMajor()
 
+    def prepare(self, model: Model) -> None:
+        """Nothing: weights are used as they lie."""
+
+    def unsupported(self, layer: DecoderLayer) -> str | None:
+        return "eager PyTorch fuses nothing"
+
     def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
         x = table.weight[token_ids]
-        return x * torch.tensor(scale, dtype=x.dtype)
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
+
+    def run(
+        self,
+        step: StepAttention,
+        layers: Sequence[DecoderLayer],
+        following: Norm | None,
+        rotaries: Sequence[Rotary | None],
+        x: torch.Tensor,
+        normed: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return run_layers(self, step, layers, following, rotaries, x, normed)
+
+    def attention(
+        self,
+        step: StepAttention,
+        layer: DecoderLayer,
+        rotary: Rotary | None,
+        normed: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        attention, config = layer.attention, layer.attention.config
+        q, keys_values = project_heads(self, layer, normed, rows)
+        query_rotary = rotary if rotary is None or rows is None else (rotary[0][rows], rotary[1][rows])
+        q = self._heads(q, config.k_dim, attention.q_norm, query_rotary)  # [S, num_heads, k_dim]
+        if keys_values is None:
+            return step(layer.index, q, None, None).flatten(1)
+        k, v = keys_values.split([config.key_columns, config.value_columns], dim=-1)
+        k = self._heads(k, config.k_dim, attention.k_norm, rotary)  # [T, num_kv_heads, k_dim]
+        return step(layer.index, q, k, v.unflatten(1, (-1, config.v_dim))).flatten(1)
+
+    def _heads(self, columns: torch.Tensor, dim: int, norm: Norm | None, rotary: Rotary | None) -> torch.Tensor:
+        """[T, heads * dim] -> [T, heads, dim], each head normed and then rotated."""
+        heads = columns.unflatten(1, (-1, dim))
+        if norm is not None:
+            heads = self.norm(heads, norm)
+        return heads if rotary is None else apply_rotary(heads, rotary)
+
+    def multiply(self, projection: Projection, x: torch.Tensor, columns: slice) -> torch.Tensor:
+        y = linear(x, projection.weight[columns])
+        return y if projection.bias is None else y + projection.bias[columns]
+
+    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        return gated_activation(gate_up, activation)
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm.weight, norm.eps)
 
-    def run_layers(
-        self,
-        attention: StepAttention,
-        first: int,
-        layers: Sequence[DecoderLayer],
-        rotaries: Sequence[Rotary],
-        x: torch.Tensor,
-        normed: torch.Tensor,
+    def add(
+        self, x: torch.Tensor, y: torch.Tensor, post_norm: Norm | None, next_norm: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        for index, (layer, rotary) in enumerate(zip(layers, rotaries, strict=True), first):
-            qkv = linear(normed, layer.qkv_proj.weight).split(layer.heads.sizes, dim=-1)
-            x, normed = self.finish_layer(layer, x, self._attend(attention, index, layer, qkv, rotary, rotary))
-        return x, normed
-
-    def attend(
-        self,
-        attention: StepAttention,
-        index: int,
-        layer: DecoderLayer,
-        x: torch.Tensor,
-        rotary: Rotary,
-        output_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        num_query, *key_value = layer.heads.sizes
-        weight = layer.qkv_proj.weight
-        q = linear(x[output_rows], weight[:num_query])
-        k, v = linear(x, weight[num_query:]).split(key_value, dim=-1)
-        cos, sin = rotary
-        return self._attend(attention, index, layer, (q, k, v), (cos[output_rows], sin[output_rows]), rotary)
-
-    def _attend(
-        self,
-        attention: StepAttention,
-        index: int,
-        layer: DecoderLayer,
-        qkv: tuple[torch.Tensor, ...],
-        query_rotary: Rotary,
-        key_rotary: Rotary,
-    ) -> torch.Tensor:
-        q, k, v = (part.unflatten(1, (-1, layer.heads.head_dim)) for part in qkv)
-        q = apply_rotary(self.norm(q, layer.query_norm), query_rotary)
-        k = apply_rotary(self.norm(k, layer.key_norm), key_rotary)
-        return attention(index, q, k, v).flatten(1)
-
-    def finish_layer(
-        self, layer: DecoderLayer, x: torch.Tensor, attended: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x + self.norm(linear(attended, layer.o_proj.weight), layer.post_attention_norm)
-        gate_up = linear(self.norm(x, layer.pre_mlp_norm), layer.gate_up_proj.weight)
-        y = linear(gated_activation(gate_up, layer.activation), layer.down_proj.weight)
-        x = x + self.norm(y, layer.post_mlp_norm)
-        return x, self.norm(x, layer.following_norm)
+        x = x + (y if post_norm is None else self.norm(y, post_norm))
+        return x, x if next_norm is None else self.norm(x, next_norm)
 
     def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> torch.Tensor:
         logits = linear(hidden, weight.weight).float()

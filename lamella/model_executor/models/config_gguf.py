@@ -81,6 +81,9 @@ class ConfigGguf:
         self._own = TypedFields(own, self.place, prefix)
         self._read: set[str] = set(_TOLD_ONLY)
 
+    def has(self, key: str) -> bool:
+        return key in self._own
+
     def integer(self, key: str, default: int | None = None) -> int:
         self._read.add(key)
         if default is not None and key not in self._own:

@@ -1,155 +1,238 @@
-"""Gemma 3 text models (arXiv 2503.19786): five sliding-window layers to each full one, QK norm,
-four norms a layer, tied embeddings."""
+"""Gemma 3 text models (arXiv 2503.19786): five sliding-window layers to each full one, head norms, four norms a layer,
+tied embeddings. What config.json and GGUF metadata leave out, what is not built, and how its tensors are named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
 
-import torch
-from torch import nn
-
-from lamella.attention.contract import AttentionParams
-from lamella.kv_cache.spec import KVCacheSpec
-from lamella.model_executor.layers.contract import (
-    DecoderLayer,
-    HeadScores,
-    HeadShape,
-    Norm,
-    Operators,
-    Projection,
-    StepAttention,
+from lamella.model_executor.models.config import (
+    AttentionConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    NormPlaces,
+    RotaryConfig,
 )
-from lamella.model_executor.layers.torch_functions import rotary_frequencies, rotary_tables
-from lamella.model_executor.models.config import ModelConfig
+from lamella.model_executor.models.config_gguf import ConfigGguf
+from lamella.model_executor.models.config_json import ConfigJson, read_rope
+from lamella.model_executor.models.family import Family, checked
+from lamella.model_executor.models.weight_map import GGUF_LAYER, SAFETENSORS_LAYER, WeightMap
 
-# name, outputs, inputs -> a layer of the model's own kind
-MakeProjection = Callable[[str, int, int], Projection]
+logger = logging.getLogger(__name__)
 
-
-class _Attention(nn.Module):
-    def __init__(self, name: str, config: ModelConfig, make: MakeProjection) -> None:
-        super().__init__()
-        self.heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
-        self.qkv_proj = make(f"{name}.qkv_proj", sum(self.heads.sizes), config.hidden_size)
-        self.o_proj = make(f"{name}.o_proj", config.hidden_size, self.heads.sizes[0])
-        self.q_norm = Norm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = Norm(config.head_dim, config.rms_norm_eps)
+_KINDS = ("full_attention", "sliding_attention")
+_ROPE_THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
+_FULL_EVERY = 6
+_LAYERS_OF_27B = 62
+_NORMS = NormPlaces(input=True, post_attention=True, mlp=True, post_mlp=True)
 
 
-class _MLP(nn.Module):
-    def __init__(self, name: str, config: ModelConfig, make: MakeProjection) -> None:
-        super().__init__()
-        self.gate_up_proj = make(f"{name}.gate_up_proj", 2 * config.intermediate_size, config.hidden_size)
-        self.down_proj = make(f"{name}.down_proj", config.hidden_size, config.intermediate_size)
+def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
+    """config: the whole file; text: the part that describes the text model, which is the same in text-only files.
+
+    Fields that are left out are what transformers 5.24's Gemma3TextConfig fills in. end_token_ids: those of
+    generation_config.json, which win; None: it has none.
+    Raises ModelLoadError for a variant that is not built.
+    """
+    _refuse_variants(text)
+    vocab_size = text.integer("vocab_size", 262208)
+    hidden_size, num_heads = text.integer("hidden_size", 2304), text.integer("num_attention_heads", 8)
+    if hidden_size % num_heads:
+        raise text.refuse("hidden_size", f"must be a multiple of num_attention_heads, which is {num_heads}")
+    if text.optional_number("attn_logit_softcapping") is not None:
+        logger.warning("attn_logit_softcapping is left out: transformers does not apply it to Gemma 3 either")
+    bos_token_id, eos_token_ids = _special_tokens(config, text)
+    shape = _Shape(
+        num_heads=num_heads,
+        num_kv_heads=text.integer("num_key_value_heads", 4),
+        head_dim=text.integer("head_dim", 256),
+        query_scale=text.number("query_pre_attn_scalar", 256) ** -0.5,
+        mlp_width=text.integer("intermediate_size", 9216),
+    )
+    return checked(
+        ModelConfig(
+            architecture="gemma3",
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            rms_norm_eps=text.number("rms_norm_eps", 1e-6),
+            max_position_embeddings=text.integer("max_position_embeddings", 131072),
+            layers=_layers(text, shape),
+            # transformers asks the whole config alone, even where the text part says otherwise.
+            tie_word_embeddings=config.boolean("tie_word_embeddings", True),
+            embedding_scale=hidden_size**0.5,
+            final_logit_softcap=text.optional_number("final_logit_softcapping"),
+            bos_token_id=bos_token_id,
+            eos_token_ids=eos_token_ids if end_token_ids is None else end_token_ids,
+            dtype=text.dtype() or config.dtype() or "float32",
+        ),
+        config.fields.place,
+    )
 
 
-class _Layer(nn.Module):
-    def __init__(self, name: str, config: ModelConfig, make: MakeProjection) -> None:
-        super().__init__()
-        self.self_attn = _Attention(f"{name}.self_attn", config, make)
-        self.mlp = _MLP(f"{name}.mlp", config, make)
-        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.pre_feedforward_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.post_feedforward_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
-
-    def parts(self, following_norm: Norm) -> DecoderLayer:
-        """As operators want them; following_norm: the one that comes after this layer."""
-        attention = self.self_attn
-        return DecoderLayer(
-            attention.qkv_proj,
-            attention.heads,
-            attention.q_norm,
-            attention.k_norm,
-            attention.o_proj,
-            self.post_attention_layernorm,
-            self.pre_feedforward_layernorm,
-            self.mlp.gate_up_proj,
-            self.mlp.down_proj,
-            self.post_feedforward_layernorm,
-            following_norm,
-            activation="gelu_tanh",
+def _refuse_variants(text: ConfigJson) -> None:
+    if text.optional_boolean("use_bidirectional_attention"):
+        raise text.refuse(
+            "use_bidirectional_attention",
+            "this is an encoder, and only causal models can generate; use the model it was made from",
         )
+    if text.boolean("attention_bias", False):
+        raise text.refuse("attention_bias", "Gemma 3 layers are built without biases")
+    if text.optional_integer("num_kv_shared_layers"):
+        raise text.refuse(
+            "num_kv_shared_layers",
+            "Gemma 3 is built with K and V in every layer; use a checkpoint in which each layer has its own",
+        )
+    if text.string("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        raise text.refuse("hidden_activation", "it is not built; Gemma 3 uses gelu_pytorch_tanh")
+    if text.fields.has_value("per_layer_config") and len(list(text.fields.optional_object("per_layer_config"))) > 0:
+        raise text.refuse("per_layer_config", "Gemma 3 is built with layers of one shape; leave it out")
 
 
-class Gemma3ForCausalLM(nn.Module):
-    """Parameters start without memory (meta tensors); `load` gives them their tensors."""
+def _special_tokens(config: ConfigJson, text: ConfigJson) -> tuple[int | None, tuple[int, ...]]:
+    """Token that begins a text and tokens that end one: of the whole config where it states them, else of its text
+    part. null means none."""
+    place = next((each for each in (config, text) if "bos_token_id" in each), None)
+    bos_token_id = 2 if place is None else place.optional_integer("bos_token_id")
+    place = next((each for each in (config, text) if each.fields.has_value("eos_token_id")), text)
+    return bos_token_id, place.token_ids("eos_token_id") if "eos_token_id" in place else (1,)
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, operators: Operators) -> None:
-        super().__init__()
 
-        def make(name: str, num_out: int, num_in: int) -> Projection:
-            return Projection(f"{name}.weight", num_out, num_in, operators, dtype)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """What all layers have alike."""
 
-        self.config = config
-        self.dtype = dtype
-        self.operators = operators
-        self.embed_tokens = make("embed_tokens", config.vocab_size, config.hidden_size)
-        self.ropes = [(layer.rope_theta, layer.rope_scale) for layer in config.layers]
-        self._stack = [_Layer(f"layers.{layer}", config, make) for layer in range(config.num_layers)]
-        self.layers = nn.ModuleList(self._stack)
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
-        following = [*(layer.input_layernorm for layer in self._stack[1:]), self.norm]
-        self._decoder = [layer.parts(norm) for layer, norm in zip(self._stack, following, strict=True)]
-        self.lm_head = None if config.tie_word_embeddings else make("lm_head", config.vocab_size, config.hidden_size)
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    query_scale: float
+    mlp_width: int
 
-    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of each parameter, weights as [num_out, num_in] whatever form they are stored in."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, module in self.named_modules():
-            if isinstance(module, Projection):
-                shapes[f"{name}.weight"] = (module.num_out, module.num_in)
-            elif isinstance(module, Norm):
-                shapes[f"{name}.weight"] = tuple(module.weight.shape)
-        return shapes
+    def layer(self, kind: str, window_tokens: int | None, rope_theta: float, rope_divisor: float = 1.0) -> LayerConfig:
+        attention = AttentionConfig(
+            kind=kind,
+            window_tokens=window_tokens,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            k_dim=self.head_dim,
+            v_dim=self.head_dim,
+            scale=self.query_scale,
+            rotary=RotaryConfig(self.head_dim, rope_theta, rope_divisor),
+            has_head_norms=True,
+        )
+        return LayerConfig(attention, MLPConfig(self.mlp_width, "gelu_tanh"), _NORMS)
 
-    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Take the tensors as they are, without a copy (they may be memory-mapped)."""
-        self.load_state_dict(weights, strict=True, assign=True)
-        self.requires_grad_(False)
-        device = self.norm.weight.device
-        self._frequencies = {
-            rope: rotary_frequencies(self.config.head_dim, *rope, device) for rope in dict.fromkeys(self.ropes)
-        }
 
-    def attention_params(self, specs: list[KVCacheSpec]) -> list[AttentionParams]:
-        """specs: what each layer sees (not how long its KV is kept)."""
-        config = self.config
-        return [
-            AttentionParams(
-                spec=spec,
-                num_heads=config.num_heads,
-                scale=config.query_scale,
-                softcap=config.attn_logit_softcap,
-            )
-            for spec in specs
-        ]
+def _layers(text: ConfigJson, shape: _Shape) -> tuple[LayerConfig, ...]:
+    num_layers = text.integer("num_hidden_layers", 26)
+    kinds = text.layer_types(num_layers, _KINDS)
+    if kinds is None:
+        period = text.integer("sliding_window_pattern", _FULL_EVERY)
+        if text.integer("_sliding_window_pattern", period) != period:
+            raise text.refuse("_sliding_window_pattern", "transformers reads sliding_window_pattern; write that")
+        kinds = tuple(_KINDS[(layer + 1) % period != 0] for layer in range(num_layers))
+    ropes = {kind: _rope(text, kind) for kind in _KINDS}
+    # transformers masks 0 <= q - k < sliding_window for Gemma 3: the query itself is counted already.
+    windows: dict[str, int | None] = {"full_attention": None}
+    if "sliding_attention" in kinds:
+        windows["sliding_attention"] = text.integer("sliding_window", 4096)
+    layer_of = {kind: shape.layer(kind, windows[kind], *ropes[kind]) for kind in windows}
+    return tuple(layer_of[kind] for kind in kinds)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
-        """token_ids, positions: int64 [T]. Returns [S, hidden_size], of the tokens that leave the last layer."""
-        operators = self.operators
-        ropes = {
-            rope: rotary_tables(positions, frequencies, self.dtype) for rope, frequencies in self._frequencies.items()
-        }
-        x = operators.embed(self.embed_tokens, token_ids, self.config.hidden_size**0.5)
-        normed = operators.norm(x, self._stack[0].input_layernorm)
-        index, num_layers = 0, len(self._decoder)
-        while index < num_layers:
-            rows, stop = attention.output_rows(index), index + 1
-            if rows is None:  # as many layers at once as all tokens leave
-                while stop < num_layers and attention.output_rows(stop) is None:
-                    stop += 1
-                rotaries = [ropes[rope] for rope in self.ropes[index:stop]]
-                x, normed = operators.run_layers(attention, index, self._decoder[index:stop], rotaries, x, normed)
-            else:
-                layer = self._decoder[index]
-                attended = operators.attend(attention, index, layer, normed, ropes[self.ropes[index]], rows)
-                x, normed = operators.finish_layer(layer, x[rows], attended)
-                ropes = {rope: (cos[rows], sin[rows]) for rope, (cos, sin) in ropes.items()}
-            index = stop
-        return normed
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor | HeadScores:
-        """hidden [S, hidden_size] -> float32 [S, vocab_size] (may be a transposed view), or what computes parts."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return self.operators.head(head, hidden, self.config.final_logit_softcap)
+def _rope(text: ConfigJson, kind: str) -> tuple[float, float]:
+    """(theta, position divisor) of the layers of `kind`. The old scaling keys speak of full layers only, and the new
+    ones give way to them, as in transformers."""
+    nested = ConfigJson(text.fields.optional_object("rope_parameters"))
+    others = sorted(set(nested.fields) - set(_KINDS))
+    if others:
+        raise text.refuse(
+            "rope_parameters",
+            "rope_parameters must be given per layer type for Gemma 3, as {'full_attention': {...}, ...}",
+        )
+    parameters = nested.fields.optional_object(kind)
+    if kind == "full_attention" and text.fields.has_value("rope_scaling"):
+        parameters = parameters.overlaid(text.fields.object("rope_scaling"))
+    rope = read_rope(ConfigJson(parameters))
+    # Read even where it is not used, so that a value out of range is never passed over.
+    old_theta = text.number("rope_theta" if kind == "full_attention" else "rope_local_base_freq", _ROPE_THETA[kind])
+    return rope.theta or old_theta, rope.factor
+
+
+def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:
+    """Raises ModelLoadError: metadata that is missing or unusable, or a variant that is not built."""
+    num_layers = config.integer("block_count")
+    hidden_size, num_heads = config.integer("embedding_length"), config.integer("attention.head_count")
+    head_dim = config.integer("attention.key_length")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if config.integer(key, head_dim) != head_dim:
+            raise config.refuse(key, f"Gemma 3 is built with heads of one length, all of it rotated: {head_dim}")
+    # GGUF does not store query_pre_attn_scalar. It is head_dim, except hidden_size / num_heads in the 27B model
+    # (google/gemma-3-27b: 168 with head_dim 128).
+    query_scalar = hidden_size // num_heads if num_layers == _LAYERS_OF_27B else head_dim
+    shape = _Shape(
+        num_heads=num_heads,
+        num_kv_heads=config.integer("attention.head_count_kv"),
+        head_dim=head_dim,
+        query_scale=query_scalar**-0.5,
+        mlp_width=config.integer("feed_forward_length"),
+    )
+    return checked(
+        ModelConfig(
+            architecture="gemma3",
+            vocab_size=config.vocab_size(),
+            hidden_size=hidden_size,
+            rms_norm_eps=config.number("attention.layer_norm_rms_epsilon"),
+            max_position_embeddings=config.integer("context_length"),
+            layers=_gguf_layers(config, num_layers, shape),
+            tie_word_embeddings="output.weight" not in tensor_names,
+            embedding_scale=hidden_size**0.5,
+            # llama.cpp, whose format this is, applies no cap to the attention of Gemma 3 and takes 0 as "no cap".
+            final_logit_softcap=config.number_or_off("final_logit_softcapping"),
+            bos_token_id=config.bos_token_id(),
+            eos_token_ids=config.end_token_ids(),
+            dtype=config.dtype(),
+        ),
+        config.place,
+    )
+
+
+def _gguf_layers(config: ConfigGguf, num_layers: int, shape: _Shape) -> tuple[LayerConfig, ...]:
+    # llama.cpp scales the full layers of Gemma 3 alone.
+    local_theta = config.number("rope.freq_base_swa", _ROPE_THETA["sliding_attention"])
+    sliding = shape.layer("sliding_attention", config.integer("attention.sliding_window"), local_theta)
+    full = shape.layer("full_attention", None, config.number("rope.freq_base"), config.rope_factor())
+    slides = config.sliding_pattern(num_layers, _FULL_EVERY)  # files seldom state it
+    return tuple(sliding if each else full for each in slides)
+
+
+_HEAD_NORMS = {name: name for name in ("self_attn.q_norm", "self_attn.k_norm")}
+GEMMA3 = Family(
+    name="gemma3",
+    architectures=("Gemma3ForCausalLM", "Gemma3TextModel", "gemma3_text"),
+    multimodal_architectures=("Gemma3ForConditionalGeneration", "gemma3"),
+    gguf_architecture="gemma3",
+    config_from_json=config_from_json,
+    config_from_gguf=config_from_gguf,
+    weights=WeightMap(
+        safetensors_layer={
+            **SAFETENSORS_LAYER,
+            **_HEAD_NORMS,
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_feedforward_layernorm": "mlp_norm",
+            "post_feedforward_layernorm": "post_mlp_norm",
+        },
+        gguf_layer={
+            **GGUF_LAYER,
+            "attn_q_norm": "self_attn.q_norm",
+            "attn_k_norm": "self_attn.k_norm",
+            "post_attention_norm": "post_attention_norm",
+            "post_ffw_norm": "post_mlp_norm",
+        },
+        prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
+        other_parts={"vision_tower.": "the vision tower", "multi_modal_projector.": "the multimodal projector"},
+        safetensors_norm_offset=1.0,  # the model multiplies by 1 + w
+        gguf_norm_offset=0.0,  # its converter has added the 1 already
+    ),
+)

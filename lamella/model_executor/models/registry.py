@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.models import gemma3_config
 from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.models.config_gguf import ARCHITECTURE_KEY, ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson
+from lamella.model_executor.models.family import Family
+from lamella.model_executor.models.gemma3 import GEMMA3
+from lamella.model_executor.models.llama import LLAMA
+from lamella.model_executor.models.mistral import MISTRAL
+from lamella.model_executor.models.qwen2 import QWEN2
 from lamella.model_executor.models.typed_fields import TypedFields, shown
+from lamella.model_executor.models.weight_map import WeightMap
 from lamella.model_executor.weights.gguf_header import GgufHeader
 
-KNOWN_ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration (its text model)")
-KNOWN_GGUF_ARCHITECTURES = (gemma3_config.GGUF_NAME,)
+FAMILIES: tuple[Family, ...] = (GEMMA3, LLAMA, MISTRAL, QWEN2)
+
+
+def known_architectures() -> str:
+    """What config.json may name, for people."""
+    names = [family.architectures[0] for family in FAMILIES]
+    names += [f"{name} (its text model)" for family in FAMILIES for name in family.multimodal_architectures[:1]]
+    return ", ".join(names)
+
+
+def weight_map(config: ModelConfig) -> WeightMap:
+    """How checkpoints of the model spell its tensors."""
+    return next(family.weights for family in FAMILIES if family.name == config.architecture)
 
 
 def parse_config(fields: TypedFields, end_token_ids: tuple[int, ...] | None = None) -> ModelConfig:
@@ -23,35 +39,29 @@ def parse_config(fields: TypedFields, end_token_ids: tuple[int, ...] | None = No
     config = ConfigJson(fields)
     names = config.names()
     for name in names:
-        family = _family(name)
-        if family == "multimodal":
-            if not fields.has_value("text_config"):
-                raise ModelLoadError(
-                    f"{fields.place} is for {name} but has no text_config, which describes the text model"
-                )
-            return gemma3_config.config_from_json(config, config.object("text_config"), end_token_ids)
-        if family == "text":
-            return gemma3_config.config_from_json(config, config, end_token_ids)
+        for family in FAMILIES:
+            if name in family.architectures:
+                return family.config_from_json(config, config, end_token_ids)
+            if name in family.multimodal_architectures:
+                if not fields.has_value("text_config"):
+                    raise ModelLoadError(
+                        f"{fields.place} is for {name} but has no text_config, which describes the text model"
+                    )
+                return family.config_from_json(config, config.object("text_config"), end_token_ids)
     raise ModelLoadError(
         f"{fields.place}: architecture {names[0] if names else '(none named)'} is not known; "
-        f"known: {', '.join(KNOWN_ARCHITECTURES)}"
+        f"known: {known_architectures()}"
     )
 
 
 def parse_gguf_config(header: GgufHeader) -> ModelConfig:
     """The ModelConfig of `header`. Raises ModelLoadError: unknown architecture, missing or unusable keys."""
     name = header.fields().string(ARCHITECTURE_KEY)
-    if name not in KNOWN_GGUF_ARCHITECTURES:
-        raise ModelLoadError(
-            f"{header.path}: architecture {shown(name)} is not known; known: {', '.join(KNOWN_GGUF_ARCHITECTURES)}"
-        )
+    family = next((family for family in FAMILIES if family.gguf_architecture == name), None)
+    if family is None or family.config_from_gguf is None:
+        known = ", ".join(family.gguf_architecture for family in FAMILIES if family.gguf_architecture)
+        raise ModelLoadError(f"{header.path}: architecture {shown(name)} is not known; known: {known}")
     config = ConfigGguf(header)
-    model_config = gemma3_config.config_from_gguf(config, header.tensors)
+    model_config = family.config_from_gguf(config, header.tensors)
     config.refuse_unread()
     return model_config
-
-
-def _family(name: str) -> str | None:
-    if name in gemma3_config.TEXT_NAMES:
-        return "text"
-    return "multimodal" if name in gemma3_config.MULTIMODAL_NAMES else None

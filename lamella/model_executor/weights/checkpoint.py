@@ -7,7 +7,7 @@ The names are those that a family of models gives its parameters ("layers.0.self
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,21 +24,32 @@ from lamella.model_executor.weights.safetensors_files import DTYPES, read_safete
 _PIECE_ELEMENTS = 1 << 22
 
 
-@dataclass(frozen=True, slots=True)
-class WeightNames:
-    """How a family's tensors are spelled in files, and what their norms hold.
+class WeightNames(Protocol):
+    """How a family's tensors are spelled in files, and what these hold (`models.weight_map.WeightMap`)."""
 
-    from_safetensors, from_gguf: a stored name -> the parameter's; a name that is none of the family's comes back as it
-    is, so that whoever plans the parameters can say that it has no place.
-    left_out: a stored name -> what it belongs to, where the model knowingly does without it; else None.
-    *_norm_offset: what turns a stored norm weight into the multiplier that the model applies.
-    """
+    @property
+    def safetensors_norm_offset(self) -> float:
+        """What turns a stored norm weight into the multiplier that the model applies."""
+        ...
 
-    from_safetensors: Callable[[str], str]
-    from_gguf: Callable[[str], str]
-    left_out: Callable[[str], str | None]
-    safetensors_norm_offset: float
-    gguf_norm_offset: float
+    @property
+    def gguf_norm_offset(self) -> float: ...
+
+    @property
+    def gguf_pairs(self) -> bool:
+        """Whether GGUF files hold the rows of Q and K in pairs, see `row_pairs.unpaired`."""
+        ...
+
+    def from_safetensors(self, name: str) -> str:
+        """A stored name -> the model's; a name that is none of the family's comes back as it is, so that whoever plans
+        the parameters can say that it has no place."""
+        ...
+
+    def from_gguf(self, name: str) -> str: ...
+
+    def left_out(self, name: str) -> str | None:
+        """What a stored tensor belongs to, where the model knowingly does without it; else None."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,7 @@ class Checkpoint(Protocol):
     tensors: dict[str, StoredTensor]
     left_out: Counter[str]  # what the model knowingly does without -> number of tensors
     norm_offset: float  # what turns a stored norm weight into the multiplier that the model applies
+    has_pairs: bool  # whether rows of Q and K are as `row_pairs.unpaired` takes them
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) along the first dimension; a single number itself. May be a view of the file: do not
@@ -77,6 +89,7 @@ class SafetensorsCheckpoint:
         from safetensors import SafetensorError, safe_open
 
         self.norm_offset = names.safetensors_norm_offset
+        self.has_pairs = False
         self.tensors: dict[str, StoredTensor] = {}
         self.left_out: Counter[str] = Counter()
         self._places: dict[str, Path] = {}
@@ -127,6 +140,7 @@ class GgufCheckpoint:
         """header: that of the file, where it has been read already."""
         header = header or read_gguf_header(path)
         self.norm_offset = names.gguf_norm_offset
+        self.has_pairs = names.gguf_pairs
         self.left_out: Counter[str] = Counter()
         self.tensors: dict[str, StoredTensor] = {}
         for tensor in header.tensors.values():

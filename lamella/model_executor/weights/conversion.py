@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -17,26 +17,18 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from lamella.errors import ModelLoadError
+from lamella.kv_cache.spec import ceil_div
 from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.weights.checkpoint import Checkpoint
 from lamella.model_executor.weights.kv_scales import kv_scale_layer
+from lamella.model_executor.weights.parameters import Parameter, Part, is_norm
+from lamella.model_executor.weights.row_pairs import unpaired
 
 _PIECE_ELEMENTS = 1 << 20  # 4 MiB as float32: stays in the cache between reading and writing
 _MAX_PROBLEMS_TOLD = 5
-_FUSED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
-
-
-class Part(NamedTuple):
-    """A checkpoint tensor and how many rows of the parameter it fills."""
-
-    name: str
-    num_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +54,16 @@ def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if is_norm(name) else dtype
 
 
-def is_norm(name: str) -> bool:
-    return name.endswith("norm.weight")
-
-
 def plan_parameters(
-    checkpoint: Checkpoint, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    checkpoint: Checkpoint, config: ModelConfig, parameters: Sequence[Parameter], dtype: torch.dtype
 ) -> list[ParameterPlan]:
-    """A plan per parameter in `shapes`, wider dtypes first. Reads headers only.
+    """A plan per parameter, wider dtypes first. Reads headers only.
 
     Raises one ModelLoadError that lists the first problems: tensors that are missing, of the wrong shape, stored in
     a form that cannot be read, or that the model has no place for.
     """
     plans, problems, used = [], [], set()
-    for name, shape in shapes.items():
-        parts = _parts_of(name, tuple(shape), config)
+    for name, shape, parts in ((each.name, each.shape, each.parts) for each in parameters):
         for part in parts:
             used.add(part.name)
             stored = checkpoint.tensors.get(part.name)
@@ -87,7 +74,7 @@ def plan_parameters(
                 problems.append(stored.problem)
             elif stored.shape != wanted:
                 problems.append(f"{stored.stored_name} has shape {list(stored.shape)}, wanted {list(wanted)}")
-        plans.append(ParameterPlan(name, tuple(shape), parameter_dtype(name, dtype), parts))
+        plans.append(ParameterPlan(name, shape, parameter_dtype(name, dtype), parts))
     if config.tie_word_embeddings:
         used.add("lm_head.weight")  # where one is stored, it has been found to equal the embeddings
     problems += [
@@ -107,51 +94,39 @@ def _is_own_kv_scale(name: str, config: ModelConfig) -> bool:
     return layer is not None and layer < config.num_layers
 
 
-def part_names(name: str) -> tuple[str, ...]:
-    """The checkpoint's tensors that the parameter `name` is made of, first rows first."""
-    for fused, names in _FUSED.items():
-        if fused in name:
-            return tuple(name.replace(fused, part) for part in names)
-    return (name,)
-
-
-def _parts_of(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[Part, ...]:
-    for fused in _FUSED:
-        if fused in name:
-            if fused == "mlp.gate_up_proj":
-                rows: tuple[int, ...] = (config.intermediate_size,) * 2
-            else:
-                kv_rows = config.num_kv_heads * config.head_dim
-                rows = (config.num_heads * config.head_dim, kv_rows, kv_rows)
-            if sum(rows) != shape[0]:
-                raise ModelLoadError(
-                    f"{name}: the model expects {shape[0]} rows, the configuration gives {' + '.join(map(str, rows))}"
-                )
-            return tuple(Part(part, num_rows) for part, num_rows in zip(part_names(name), rows, strict=True))
-    return (Part(name, shape[0]),)
-
-
 def converted_pieces(checkpoint: Checkpoint, plans: Iterable[ParameterPlan]) -> Iterator[Piece]:
     """Every parameter in pieces, in the plans' order and rows ascending; a few are in flight at once."""
 
-    def convert(job: tuple[ParameterPlan, str, int, int, int]) -> Piece:
-        plan, name, start, stop, row_start = job
-        values = checkpoint.read_rows(name, start, stop)
-        if is_norm(plan.name) and checkpoint.norm_offset:
+    def convert(job: _Job) -> Piece:
+        values = checkpoint.read_rows(job.part.name, job.start, job.stop)
+        if is_norm(job.plan.name) and checkpoint.norm_offset:
             values = values.float() + checkpoint.norm_offset
-        return Piece(plan, row_start, values.to(plan.dtype))
+        if job.part.head_rows and checkpoint.has_pairs:
+            values = unpaired(values, job.part.head_rows)
+        return Piece(job.plan, job.row_start, values.to(job.plan.dtype))
 
     return _mapped_in_order(convert, _jobs(plans), num_threads=min(4, os.cpu_count() or 1))
 
 
-def _jobs(plans: Iterable[ParameterPlan]) -> Iterator[tuple[ParameterPlan, str, int, int, int]]:
+class _Job(NamedTuple):
+    """Rows [start, stop) of a part, which begin at row_start of the parameter."""
+
+    plan: ParameterPlan
+    part: Part
+    start: int
+    stop: int
+    row_start: int
+
+
+def _jobs(plans: Iterable[ParameterPlan]) -> Iterator[_Job]:
     for plan in plans:
-        piece_rows = max(1, _PIECE_ELEMENTS // prod(plan.shape[1:]))
         row_start = 0
         for part in plan.parts:
+            piece_rows = max(1, _PIECE_ELEMENTS // prod(plan.shape[1:]))
+            if part.head_rows:  # whole heads, for their rows may change places
+                piece_rows = ceil_div(piece_rows, part.head_rows) * part.head_rows
             for start in range(0, part.num_rows, piece_rows):
-                stop = min(start + piece_rows, part.num_rows)
-                yield plan, part.name, start, stop, row_start + start
+                yield _Job(plan, part, start, min(start + piece_rows, part.num_rows), row_start + start)
             row_start += part.num_rows
 
 

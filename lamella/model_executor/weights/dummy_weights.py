@@ -10,7 +10,8 @@ import torch
 
 from lamella.errors import ModelLoadError
 from lamella.kv_cache.memory import available_memory_bytes
-from lamella.model_executor.weights.conversion import ParameterPlan, Piece, is_norm, parameter_dtype
+from lamella.model_executor.weights.conversion import ParameterPlan, Piece, parameter_dtype
+from lamella.model_executor.weights.parameters import is_norm
 
 _STANDARD_DEVIATION = 0.02
 

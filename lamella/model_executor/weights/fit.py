@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.weights.checkpoint import Checkpoint
 from lamella.model_executor.weights.conversion import plan_parameters
+from lamella.model_executor.weights.parameters import Parameter
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ _HEAD, _EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
 def fitted_config(
     checkpoint: Checkpoint,
     config: ModelConfig,
-    parameter_shapes: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]],
+    parameters_of: Callable[[ModelConfig], Sequence[Parameter]],
 ) -> ModelConfig:
     """`config`, with the output matrix tied to the embeddings exactly where the checkpoint's own does not differ.
 
@@ -38,7 +39,7 @@ def fitted_config(
                 head.stored_name,
             )
         config = replace(config, tie_word_embeddings=is_tied)
-    plan_parameters(checkpoint, config, parameter_shapes(config), torch.float32)
+    plan_parameters(checkpoint, config, parameters_of(config), torch.float32)
     if checkpoint.left_out:
         families = ", ".join(f"{family} ({count} tensors)" for family, count in checkpoint.left_out.items())
         logger.info("left out, for a text model does without: %s", families)

@@ -15,7 +15,8 @@ import torch
 from torch.nn import functional
 
 from lamella.model_executor.weights.checkpoint import Checkpoint
-from lamella.model_executor.weights.conversion import ParameterPlan, Piece, converted_pieces, is_norm
+from lamella.model_executor.weights.conversion import ParameterPlan, Piece, converted_pieces, parameter_dtype
+from lamella.model_executor.weights.parameters import is_vector
 from lamella.native.int8 import LINE_STEPS, quantize_int8
 from lamella.native.int8_head import quantize_head_rows
 from lamella.native.library import PANEL
@@ -133,8 +134,8 @@ def stored_tensors(
     """Every tensor that the parameters in `shapes` are stored as, in the order of `shapes`."""
     stored: dict[str, StoredTensor] = {}
     for name, shape in shapes.items():
-        if is_norm(name):
-            stored[name] = StoredTensor(tuple(shape), torch.float32)
+        if is_vector(name):
+            stored[name] = StoredTensor(tuple(shape), parameter_dtype(name, dtype))
             continue
         base = name.removesuffix("weight")
         stored.update({base + ending: tensor for ending, tensor in form.tensors(name, tuple(shape), dtype).items()})
@@ -149,7 +150,7 @@ def formed_pieces(pieces: Iterable[Piece], form: RowForm) -> Iterator[tuple[str,
     left: torch.Tensor | None = None  # rows that do not make a panel yet
     later: dict[str, list[torch.Tensor]] = {}  # parts of a parameter's second tensor and further ones
     for plan, row_start, values in pieces:
-        if is_norm(plan.name):
+        if is_vector(plan.name):
             yield plan.name, values
             continue
         is_last = row_start + len(values) == plan.shape[0]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import lcm
 from typing import NamedTuple
 
 import torch
 
 from lamella.errors import InvariantError
+from lamella.kv_cache.spec import ceil_div
 from lamella.model_executor.weights.checkpoint import Checkpoint, GgufCheckpoint
-from lamella.model_executor.weights.conversion import ParameterPlan, converted_pieces, is_norm, part_names
+from lamella.model_executor.weights.conversion import ParameterPlan, converted_pieces
 from lamella.model_executor.weights.forms import Panels, StoredTensor
+from lamella.model_executor.weights.parameters import Parameter, Part, is_vector
+from lamella.model_executor.weights.row_pairs import unpaired
 from lamella.native.gguf_linear import FORMATS, pack_gguf
 from lamella.native.library import PANEL
 from lamella.native.linear import pack_rows
 
-_ROWS_AT_ONCE = 4096  # a multiple of a panel
+_ROWS_AT_ONCE = 4096
 _FLOAT = "F32"  # how parts are stored whose type has no kernel
 
 
@@ -33,25 +37,23 @@ class GgufBlocks:
 
     name = "gguf"
 
-    def __init__(self, checkpoint: GgufCheckpoint) -> None:
+    def __init__(self, checkpoint: GgufCheckpoint, parameters: Iterable[Parameter]) -> None:
+        """parameters: all that the model has."""
         self._checkpoint = checkpoint
-        self._parts: dict[str, list[BlockPart]] = {}
+        self._parts = {each.name: self._find_parts(each.parts) for each in parameters if not is_vector(each.name)}
 
     def parts(self, name: str) -> list[BlockPart]:
-        """The parts of the weight `name`, which end in `ending` instead of "weight". Looked up once, for every layer of
-        every step asks."""
-        if name not in self._parts:
-            self._parts[name] = self._find_parts(name)
+        """The parts of the weight `name`, which end in `ending` instead of "weight"."""
         return self._parts[name]
 
-    def _find_parts(self, name: str) -> list[BlockPart]:
+    def _find_parts(self, parts: Iterable[Part]) -> list[BlockPart]:
         found: list[BlockPart] = []
         start = 0
-        for index, part in enumerate(part_names(name)):
-            if part not in self._checkpoint.tensors:
+        for index, part in enumerate(parts):
+            if part.name not in self._checkpoint.tensors:
                 break  # whoever plans the parameters says what is missing
-            stop = start + self._checkpoint.tensors[part].shape[0]
-            type_name = self._checkpoint.type_name(part)
+            stop = start + self._checkpoint.tensors[part.name].shape[0]
+            type_name = self._checkpoint.type_name(part.name)
             type_name = type_name if type_name in FORMATS else _FLOAT
             found.append(BlockPart(f"part{index}_{type_name}", type_name, start, stop))
             start = stop
@@ -74,16 +76,21 @@ class GgufBlocks:
         if not isinstance(checkpoint, GgufCheckpoint):
             raise InvariantError(f"blocks were asked of a {type(checkpoint).__name__}; only GGUF files have them")
         for plan in plans:
-            if is_norm(plan.name):
+            if is_vector(plan.name):
                 yield from ((plan.name, piece.values) for piece in converted_pieces(checkpoint, [plan]))
                 continue
             base = plan.name.removesuffix("weight")
             for part, source in zip(self.parts(plan.name), plan.parts, strict=True):
-                for start in range(0, source.num_rows, _ROWS_AT_ONCE):
-                    stop = min(start + _ROWS_AT_ONCE, source.num_rows)
-                    yield base + part.ending, self._panels(checkpoint, source.name, part.type_name, start, stop)
+                whole = lcm(PANEL, source.head_rows or 1)  # panels and heads
+                at_once = ceil_div(_ROWS_AT_ONCE, whole) * whole
+                for start in range(0, source.num_rows, at_once):
+                    stop = min(start + at_once, source.num_rows)
+                    yield base + part.ending, self._panels(checkpoint, source, part.type_name, start, stop)
 
-    def _panels(self, checkpoint: GgufCheckpoint, name: str, type_name: str, start: int, stop: int) -> torch.Tensor:
+    def _panels(self, checkpoint: GgufCheckpoint, part: Part, type_name: str, start: int, stop: int) -> torch.Tensor:
+        head_rows = part.head_rows if checkpoint.has_pairs else 0
         if type_name == _FLOAT:
-            return pack_rows(checkpoint.read_rows(name, start, stop).float())
-        return pack_gguf(checkpoint.read_blocks(name, start, stop), type_name).panels
+            rows = checkpoint.read_rows(part.name, start, stop).float()
+            return pack_rows(unpaired(rows, head_rows) if head_rows else rows)
+        blocks = checkpoint.read_blocks(part.name, start, stop)
+        return pack_gguf(unpaired(blocks, head_rows) if head_rows else blocks, type_name).panels

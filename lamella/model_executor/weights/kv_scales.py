@@ -7,8 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS
-from lamella.model_executor.weights.checkpoint import Checkpoint, SafetensorsCheckpoint
+from lamella.model_executor.weights.checkpoint import Checkpoint, SafetensorsCheckpoint, WeightNames
 from lamella.model_executor.weights.model_source import ModelSource
 
 # As llm-compressor ("self_attn.k_scale"), vLLM ("self_attn.attn.k_scale") and ModelOpt ("self_attn.k_proj.k_scale")
@@ -29,7 +28,7 @@ def kv_scale_layer(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def load_kv_scales(source: ModelSource, *, num_layers: int) -> list[KVScales]:
+def load_kv_scales(source: ModelSource, names: WeightNames, *, num_layers: int) -> list[KVScales]:
     """One per layer: the checkpoint's, 1 where it has none (GGUF files and random weights never do).
 
     Raises ModelLoadError for a scale that is no single number, not positive and finite, of a layer that is not there,
@@ -37,7 +36,7 @@ def load_kv_scales(source: ModelSource, *, num_layers: int) -> list[KVScales]:
     """
     if source.kind != "safetensors":
         return [KVScales()] * num_layers
-    return read_kv_scales(SafetensorsCheckpoint(source.paths, GEMMA3_WEIGHTS), num_layers=num_layers)
+    return read_kv_scales(SafetensorsCheckpoint(source.paths, names), num_layers=num_layers)
 
 
 def read_kv_scales(checkpoint: Checkpoint, *, num_layers: int) -> list[KVScales]:

@@ -2,7 +2,7 @@
 
     source = resolve_model("demo:gemma-3-270m")
     config = load_config(source)
-    weights = load_weights(source, config, shapes, dtype=torch.float32)
+    weights = load_weights(source, Model(config, torch.float32))
     tokenizer = load_tokenizer(source)
 
 The last two are independent of each other and may run in two threads.
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from lamella.errors import ConfigError
+from lamella.model_executor.layers.description import Model
 from lamella.model_executor.models.config import ModelConfig
-from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS, parameter_shapes
 from lamella.model_executor.models.generation_config import GENERATION_CONFIG, GenerationConfig, read_generation_config
-from lamella.model_executor.models.registry import parse_config, parse_gguf_config
+from lamella.model_executor.models.registry import parse_config, parse_gguf_config, weight_map
 from lamella.model_executor.models.typed_fields import shown
 from lamella.model_executor.models.typed_json import read_json_object
 from lamella.model_executor.progress import with_progress
@@ -37,6 +37,7 @@ from lamella.model_executor.weights.fit import fitted_config
 from lamella.model_executor.weights.forms import RowForm, RowMajor, WeightForm, collect, formed_pieces, stored_tensors
 from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header
 from lamella.model_executor.weights.model_source import ModelSource, is_there, resolve_model
+from lamella.model_executor.weights.parameters import Parameter
 from lamella.model_executor.weights.safetensors_files import DTYPES
 
 __all__ = [
@@ -70,9 +71,9 @@ def load_config(source: ModelSource) -> ModelConfig:
     else:
         config = parse_config(read_json_object(source.folder / "config.json"), _generation_config(source).eos_token_ids)
     if source.kind == "dummy":
-        check_memory(source.name, parameter_shapes(config))
+        check_memory(source.name, {each.name: each.shape for each in _parameters(config)})
         return config
-    return fitted_config(_open(source, header), config, parameter_shapes)
+    return fitted_config(_open(source, config, header), config, _parameters)
 
 
 def load_sampling_defaults(source: ModelSource) -> dict[str, Any]:
@@ -97,46 +98,49 @@ def _generation_config(source: ModelSource) -> GenerationConfig:
     return read_generation_config(path)
 
 
-def _open(source: ModelSource, header: GgufHeader | None = None) -> Checkpoint:
+def _parameters(config: ModelConfig) -> list[Parameter]:
+    return Model(config, torch.float32).parameters()
+
+
+def _open(source: ModelSource, config: ModelConfig, header: GgufHeader | None = None) -> Checkpoint:
     if source.kind == "gguf":
-        return GgufCheckpoint(source.paths[0], GEMMA3_WEIGHTS, header)
-    return SafetensorsCheckpoint(source.paths, GEMMA3_WEIGHTS)
+        return GgufCheckpoint(source.paths[0], weight_map(config), header)
+    return SafetensorsCheckpoint(source.paths, weight_map(config))
 
 
 def load_weights(
     source: ModelSource,
-    config: ModelConfig,
-    expected_shapes: dict[str, tuple[int, ...]],
+    model: Model,
     *,
-    dtype: torch.dtype,
     form: WeightForm = ROW_MAJOR,
     cache_dir: Path | None = None,
     shows_progress: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The model's parameters by name: norms as float32 multipliers, everything else in `dtype` and `form`.
+    """What `model.load` takes: norms as float32 multipliers, biases in the model's dtype, weights in that and `form`.
 
-    expected_shapes: name -> shape of each parameter, weights as [num_out, num_in].
     cache_dir: where a converted copy is kept (default: `default_cache_dir()`); a copy that is missing, stale or
     damaged is made anew, and a folder that cannot be written only costs a warning. The tensors may be views of a
     private memory map of a file: they can be written to, but the file must not be cut short meanwhile.
     shows_progress: say on stderr how far a conversion is.
     Raises ConfigError for a dtype that is not float32, float16 or bfloat16, and ModelLoadError, before memory is
-    taken, when the files cannot be read or do not fit `config`.
+    taken, when the files cannot be read or do not fit the model.
     """
+    config, dtype, parameters = model.config, model.dtype, model.parameters()
+    shapes = {each.name: each.shape for each in parameters}
     if dtype not in DTYPES.values():
         raise ConfigError(f"dtype={dtype} cannot be computed with; use torch.float32, torch.float16 or torch.bfloat16")
     if source.kind == "dummy":
-        stored = stored_tensors(expected_shapes, dtype, form)
+        stored = stored_tensors(shapes, dtype, form)
         if not isinstance(form, RowForm):
             raise ConfigError(f"random weights cannot be made in the form of {form.name!r}; they have no file")
-        return collect(formed_pieces(dummy_pieces(expected_shapes, dtype), form), stored)
+        return collect(formed_pieces(dummy_pieces(shapes, dtype), form), stored)
     entry = _weight_entry(source, dtype, form, cache_dir or default_cache_dir())
     if entry is not None:
-        weights = read_weight_entry(entry, stored_tensors(expected_shapes, dtype, form))
+        weights = read_weight_entry(entry, stored_tensors(shapes, dtype, form))
         if weights is not None:
             return weights
-    checkpoint = _open(source)
-    plans = plan_parameters(checkpoint, config, expected_shapes, dtype)
+    checkpoint = _open(source, config)
+    plans = plan_parameters(checkpoint, config, parameters, dtype)
     stored = stored_tensors({plan.name: plan.shape for plan in plans}, dtype, form)
     num_bytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in stored.values())
     is_shown = shows_progress and num_bytes >= MIN_CACHED_BYTES

@@ -11,10 +11,14 @@ import torch
 from torch.nn.functional import linear
 
 from lamella.attention.native_backend import HeadTransform
-from lamella.model_executor.layers.contract import DecoderLayer, Norm, Projection, Rotary, StepAttention
+from lamella.errors import InvariantError
+from lamella.model_executor.layers.contract import Rotary
+from lamella.model_executor.layers.description import DecoderLayer, Model, Norm, Projection
+from lamella.model_executor.layers.textbook import project, project_heads, run_layers
 from lamella.model_executor.layers.triton.activation import capped_logits, gated_activation
 from lamella.model_executor.layers.triton.heads import transform_heads
 from lamella.model_executor.layers.triton.norm import add_norm, rms_norm
+from lamella.model_executor.step_attention import LayerPlace, StepAttention
 from lamella.model_executor.weights.forms import RowMajor
 
 
@@ -25,86 +29,109 @@ class TritonOperators:
     name = "triton"
     weight_form = RowMajor()
 
+    def prepare(self, model: Model) -> None:
+        """Nothing: weights are used as they lie."""
+
+    def unsupported(self, layer: DecoderLayer) -> str | None:
+        return None
+
     def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
         x = table.weight[token_ids]
-        return x.mul_(torch.tensor(scale, dtype=x.dtype))
+        return x if scale == 1.0 else x.mul_(torch.tensor(scale, dtype=x.dtype))
+
+    def run(
+        self,
+        step: StepAttention,
+        layers: Sequence[DecoderLayer],
+        following: Norm | None,
+        rotaries: Sequence[Rotary | None],
+        x: torch.Tensor,
+        normed: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return run_layers(self, step, layers, following, rotaries, x, normed)
+
+    def attention(
+        self,
+        step: StepAttention,
+        layer: DecoderLayer,
+        rotary: Rotary | None,
+        normed: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """K and V go from their projection into the pages in one kernel, together with the queries where these are of
+        the same tokens."""
+        config = layer.attention.config
+        place, slots = _place(step, layer), step.taken(layer.index).slot_mapping
+        transform = _transform(layer, rotary)
+        if rows is None:
+            columns = project(self, layer.attention.qkv_proj, normed)
+            num_kv_heads = 0 if config.kv_owner is not None else config.num_kv_heads
+            queries = _heads(columns, transform, config.num_heads, num_kv_heads, place, slots)
+        else:
+            columns, keys_values = project_heads(self, layer, normed, rows)
+            if keys_values is not None:
+                _heads(keys_values, transform, 0, config.num_kv_heads, place, slots)
+            queries = _heads(columns, transform.of_rows(rows), config.num_heads, 0, place, slots)
+        return step.attend_written(layer.index, queries).flatten(1)
+
+    def multiply(self, projection: Projection, x: torch.Tensor, columns: slice) -> torch.Tensor:
+        bias = projection.bias
+        return linear(x, projection.weight[columns], None if bias is None else bias[columns])
+
+    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        return gated_activation(gate_up, activation)
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm.weight, norm.eps)
 
-    def run_layers(
-        self,
-        attention: StepAttention,
-        first: int,
-        layers: Sequence[DecoderLayer],
-        rotaries: Sequence[Rotary],
-        x: torch.Tensor,
-        normed: torch.Tensor,
+    def add(
+        self, x: torch.Tensor, y: torch.Tensor, post_norm: Norm | None, next_norm: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        for index, (layer, rotary) in enumerate(zip(layers, rotaries, strict=True), first):
-            heads, target = layer.heads, attention.kv_target(index)
-            queries = transform_heads(
-                linear(normed, layer.qkv_proj.weight),
-                _transform(layer, rotary),
-                num_heads=heads.num_heads,
-                num_kv_heads=heads.num_kv_heads,
-                **target._asdict(),
-            )
-            x, normed = self.finish_layer(layer, x, attention.attend_written(index, queries).flatten(1))
+        normed = add_norm(
+            x,
+            y,
+            post_weight=post_norm.weight,
+            post_eps=post_norm.eps,
+            next_weight=next_norm.weight,
+            next_eps=next_norm.eps,
+        )
         return x, normed
-
-    def attend(
-        self,
-        attention: StepAttention,
-        index: int,
-        layer: DecoderLayer,
-        x: torch.Tensor,
-        rotary: Rotary,
-        output_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        heads, target = layer.heads, attention.kv_target(index)
-        num_query = heads.sizes[0]
-        weight, transform = layer.qkv_proj.weight, _transform(layer, rotary)
-        transform_heads(
-            linear(x, weight[num_query:]),
-            transform,
-            num_heads=0,
-            num_kv_heads=heads.num_kv_heads,
-            **target._asdict(),
-        )
-        queries = transform_heads(
-            linear(x[output_rows], weight[:num_query]),
-            transform.of_rows(output_rows),
-            num_heads=heads.num_heads,
-            num_kv_heads=0,
-            **target._asdict(),
-        )
-        return attention.attend_written(index, queries).flatten(1)
-
-    def finish_layer(
-        self, layer: DecoderLayer, x: torch.Tensor, attended: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed = _add_norm(x, linear(attended, layer.o_proj.weight), layer.post_attention_norm, layer.pre_mlp_norm)
-        activated = gated_activation(linear(normed, layer.gate_up_proj.weight), layer.activation)
-        y = linear(activated, layer.down_proj.weight)
-        return x, _add_norm(x, y, layer.post_mlp_norm, layer.following_norm)
 
     def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> torch.Tensor:
         logits = linear(hidden, weight.weight)
         return logits.float() if softcap is None else capped_logits(logits, softcap)
 
 
-def _transform(layer: DecoderLayer, rotary: Rotary) -> HeadTransform:
-    return HeadTransform(layer.query_norm.weight, layer.key_norm.weight, layer.query_norm.eps, *rotary)
+def _place(step: StepAttention, layer: DecoderLayer) -> LayerPlace:
+    """Where the layer's pages are: these kernels write K and V themselves, in the order of one backend."""
+    if step.backend.name != "triton":
+        raise InvariantError(
+            f"triton operators were asked to write the pages of backend {step.backend.name!r} themselves; those that "
+            "do go with 'triton'"
+        )
+    return step.place(layer.index, has_kv=layer.attention.config.kv_owner is None)
 
 
-def _add_norm(x: torch.Tensor, y: torch.Tensor, post_norm: Norm, next_norm: Norm) -> torch.Tensor:
-    """y's norm into x, in place; the next norm of that."""
-    return add_norm(
-        x,
-        y,
-        post_weight=post_norm.weight,
-        post_eps=post_norm.eps,
-        next_weight=next_norm.weight,
-        next_eps=next_norm.eps,
+def _transform(layer: DecoderLayer, rotary: Rotary | None) -> HeadTransform:
+    attention = layer.attention
+    return HeadTransform(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps, *rotary)
+
+
+def _heads(
+    columns: torch.Tensor,
+    transform: HeadTransform,
+    num_heads: int,
+    num_kv_heads: int,
+    place: LayerPlace,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    return transform_heads(
+        columns,
+        transform,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        cache=place.cache,
+        slots=slots,
+        k_scale=place.params.k_scale,
+        v_scale=place.params.v_scale,
     )

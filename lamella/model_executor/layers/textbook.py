@@ -1,0 +1,119 @@
+"""A decoder layer from top to bottom, in the operations that every set of operators has.
+
+This is the readable path: with `TorchOperators` it is what transformers computes, line by line, and the oracle of the
+others. Those run it where a layer has something that their fused path does not (`Operators.unsupported`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from lamella.model_executor.layers.contract import Rotary
+from lamella.model_executor.layers.description import DecoderLayer, Norm, Projection
+from lamella.model_executor.step_attention import StepAttention
+
+
+class Multiplies(Protocol):
+    def multiply(self, projection: Projection, x: torch.Tensor, columns: slice) -> torch.Tensor:
+        """x [T, num_in] through the linear layer, its bias included: [T, len(columns)], of the outputs `columns`."""
+        ...
+
+
+class Operations(Multiplies, Protocol):
+    """x is [T, width]."""
+
+    def attention(
+        self,
+        step: StepAttention,
+        layer: DecoderLayer,
+        rotary: Rotary | None,
+        normed: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """From the QKV projection of normed [T, width] to before the output projection: [S, num_heads * v_dim].
+
+        K and V of all T tokens go to the cache. rows: int64 [S], the tokens whose queries are wanted; None: all.
+        """
+        ...
+
+    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """gate_up [T, 2 * width], gate first -> activation(gate) * up, [T, width]."""
+        ...
+
+    def add(
+        self, x: torch.Tensor, y: torch.Tensor, post_norm: Norm | None, next_norm: Norm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + post_norm(y), and next_norm of that; without a norm, the thing itself. x may be overwritten."""
+        ...
+
+
+def run_layers(
+    operations: Operations,
+    step: StepAttention,
+    layers: Sequence[DecoderLayer],
+    following: Norm | None,
+    rotaries: Sequence[Rotary | None],
+    x: torch.Tensor,
+    normed: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `Operators.run`."""
+    next_norms = [*(layer.input_norm for layer in layers[1:]), following]
+    for layer, rotary, next_norm in zip(layers, rotaries, next_norms, strict=True):
+        x, normed = run_layer(operations, step, layer, next_norm, rotary, x, normed)
+    return x, normed
+
+
+def run_layer(
+    operations: Operations,
+    step: StepAttention,
+    layer: DecoderLayer,
+    next_norm: Norm | None,
+    rotary: Rotary | None,
+    x: torch.Tensor,
+    normed: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, width]: the residual stream; normed [T, width]: the layer's input norm of it.
+
+    Returns the stream after the layer, and next_norm of it, of the S tokens that leave the layer.
+    """
+    rows = step.output_rows(layer.index)  # the others are seen by later tokens of this layer, and end here
+    attended = operations.attention(step, layer, rotary, normed, rows)  # [S, num_heads * v_dim]
+    if rows is not None:
+        x = x[rows]
+    y = reduce(project(operations, layer.attention.o_proj, attended))
+    x, normed = operations.add(x, y, layer.post_attention_norm, layer.mlp_norm)
+    gate_up = project(operations, layer.mlp.gate_up_proj, normed)
+    activated = operations.activate(gate_up, layer.mlp.config.activation)
+    y = reduce(project(operations, layer.mlp.down_proj, activated))
+    return operations.add(x, y, layer.post_mlp_norm, next_norm)
+
+
+def project(
+    operations: Multiplies, projection: Projection, x: torch.Tensor, columns: slice | None = None
+) -> torch.Tensor:
+    """A linear layer, or the outputs `columns` of it. Every linear layer of the composed path is applied here: this is
+    the place for what adapters add and for shards."""
+    return operations.multiply(projection, x, slice(0, projection.num_out) if columns is None else columns)
+
+
+def reduce(y: torch.Tensor) -> torch.Tensor:
+    """The sum over all workers of what each has computed of a layer's output; with one worker, that is it."""
+    return y
+
+
+def project_heads(
+    operations: Multiplies, layer: DecoderLayer, normed: torch.Tensor, rows: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries of `rows` (None: of all), and keys and values of all tokens side by side; None where the layer reads
+    another's. One product where both are of the same tokens."""
+    projection, num_query = layer.attention.qkv_proj, layer.attention.config.query_columns
+    if projection.num_out == num_query:
+        return project(operations, projection, normed if rows is None else normed[rows]), None
+    if rows is None:
+        columns = project(operations, projection, normed)
+        return columns[:, :num_query], columns[:, num_query:]
+    queries = project(operations, projection, normed[rows], slice(0, num_query))
+    return queries, project(operations, projection, normed, slice(num_query, projection.num_out))

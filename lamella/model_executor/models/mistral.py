@@ -1,0 +1,41 @@
+"""Mistral text models (arXiv 2310.06825): Llama's shape with a sliding window in every layer. Their GGUF files say
+"llama" and state no window."""
+
+from __future__ import annotations
+
+from lamella.model_executor.models.config import ModelConfig
+from lamella.model_executor.models.config_json import ConfigJson
+from lamella.model_executor.models.family import Family
+from lamella.model_executor.models.llama_shape import model_from_json, shape_from_json
+from lamella.model_executor.models.weight_map import WeightMap
+
+# What transformers 5.24's MistralConfig fills in.
+_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_WINDOW = 4096
+
+
+def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
+    """A window that is null is none; one that is left out is 4,096, as transformers has it."""
+    shape = shape_from_json(text, _DEFAULTS, qkv_bias=False, output_bias=False, mlp_bias=False)
+    # transformers masks 0 <= q - k < sliding_window: the query itself is counted already.
+    window = text.optional_integer("sliding_window") if "sliding_window" in text else _WINDOW
+    layers = (shape.layer(window),) * shape.num_layers
+    return model_from_json(text, _DEFAULTS, end_token_ids, "mistral", shape, layers)
+
+
+MISTRAL = Family(
+    name="mistral",
+    architectures=("MistralForCausalLM", "MistralModel", "mistral"),
+    config_from_json=config_from_json,
+    weights=WeightMap(),
+)
