@@ -13,7 +13,7 @@ from lamella.attention.metadata import AttentionMetadata
 from lamella.errors import ConfigError, InvariantError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from lamella.native.attention import AttentionKernels, Batch, Pages
-from lamella.native.decoder import DecoderLayer, DecoderWeights, LayerStep, Visibility
+from lamella.native.decoder import DecoderWeights, LayerStep, PagedLayer, Visibility
 from lamella.native.library import PANEL
 
 TILE_ROWS = 96  # query heads of a KV head times queries: their sums and scores fit the second-level cache
@@ -145,12 +145,12 @@ class NativeBackend:
         """Decode rows and prefill rows in one call: threads need not wait for each other in between."""
         self._attend(params, cache, query, metadata, out, 0, metadata.num_requests)
 
-    def decoder_layer(self, params: AttentionParams, cache: LayerCache, weights: DecoderWeights) -> DecoderLayer:
+    def decoder_layer(self, params: AttentionParams, cache: LayerCache, weights: DecoderWeights) -> PagedLayer:
         """A layer's weights with its attention and pages, for `native.decoder.run_layers`. Made once."""
         assert isinstance(cache, NativeLayerCache), "a layer cache of another backend"
-        layer: DecoderLayer | None = cache.derived.get(id(weights))
+        layer: PagedLayer | None = cache.derived.get(id(weights))
         if layer is None:  # it keeps the weights, so that their id stays theirs
-            layer = DecoderLayer(weights, cache.pages, params.num_heads, _visibility(params))
+            layer = PagedLayer(weights, cache.pages, params.num_heads, _visibility(params))
             cache.derived[id(weights)] = layer
         return layer
 
