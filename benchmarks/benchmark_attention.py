@@ -30,14 +30,8 @@ import click
 import numpy as np
 import torch
 
-from lamella.attention.contract import (
-    BACKEND_NAMES,
-    AttentionBackend,
-    AttentionParams,
-    LayerCache,
-    attend,
-    choose_backend,
-)
+from lamella.attention.choice import BACKEND_NAMES, choose_backend
+from lamella.attention.contract import AttentionBackend, AttentionParams, LayerCache, attend
 from lamella.attention.metadata import AttentionMetadata
 from lamella.errors import ConfigError
 from lamella.kv_cache.memory import host_memory

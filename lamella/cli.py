@@ -23,7 +23,7 @@ from lamella.errors import LamellaError
 from lamella.model_executor.weights.cache_folder import default_cache_dir
 from lamella.model_executor.weights.cache_listing import CACHE_KINDS, cache_report, clear_cache, list_cache
 from lamella.planner.model_specs import model_specs
-from lamella.planner.plan import PlanOptions, make_plan
+from lamella.planner.plan import PlanOptions, plan_memory
 from lamella.planner.plot import plot_plan
 
 INPUT_GROUP = "Prompts and output"
@@ -214,7 +214,7 @@ def plan(
         interval_tokens=swa_eviction_interval,
         ratios=ratios or None,
     )
-    made = make_plan(model, model_specs(model, DTYPE_BYTES[dtype]), options)
+    made = plan_memory(model, model_specs(model, DTYPE_BYTES[dtype]), options)
     click.echo(with_flags(made.report(), PLAN_FLAGS))
     if plot is not None:
         plot_plan(made, plot)

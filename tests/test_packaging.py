@@ -95,6 +95,18 @@ def test_extras_are_not_said_to_be_on_an_index():
     assert '".[demo]"' in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def test_a_wheel_has_lamella_alone(settings):
+    """Nothing that measures, and no driver of another engine."""
+    packages = settings["packages"]
+    assert {package.split(".")[0] for package in packages} == {"lamella"}
+    assert "lamella.engine.scheduling" in packages
+    modules = [path.stem for package in packages for path in ROOT.joinpath(*package.split(".")).glob("*.py")]
+    assert [name for name in modules if name.endswith("_driver")] == []
+    bench = ROOT / "lamella" / "benchmark"
+    others = re.compile(r"^\s*(?:import|from) (?:vllm|llama_cpp|openvino)", re.M)
+    assert [path.name for path in bench.rglob("*.py") if others.search(path.read_text(encoding="utf-8"))] == []
+
+
 # In place of a C++ compiler, which would take minutes: writes a file where it is told to.
 COMPILER = """#!{python}
 import sys

@@ -112,9 +112,9 @@ def require_covering_tables(
         )
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """A view on a CPU; elsewhere a copy that nobody waits for, from memory that is free again when it is done."""
-    host = torch.from_numpy(array)
+    host = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 

@@ -12,7 +12,7 @@ from lamella.attention.metadata import AttentionMetadata
 from lamella.errors import ConfigError, InvariantError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from lamella.native.attention import AttentionKernels, Batch, Pages
-from lamella.native.decoder import DecoderLayer, DecoderWeights, LayerStep, Visibility
+from lamella.native.decoder import DecoderWeights, LayerStep, PagedLayer, Visibility
 from lamella.native.library import PANEL
 
 TILE_ROWS = 96  # query heads of a KV head times queries: their sums and scores fit the second-level cache
@@ -208,9 +208,9 @@ class NativeBackend:
         self.kernels.attend(_pages(cache), batch, query.contiguous(), out, **_visibility(params)._asdict())
 
 
-def native_decoder(params: AttentionParams, cache: LayerCache, weights: DecoderWeights) -> DecoderLayer:
+def paged_layer(params: AttentionParams, cache: LayerCache, weights: DecoderWeights) -> PagedLayer:
     """A layer's weights with its attention and pages, for `native.decoder.run_layers`."""
-    return DecoderLayer(weights, _pages(cache), params.num_heads, _visibility(params))
+    return PagedLayer(weights, _pages(cache), params.num_heads, _visibility(params))
 
 
 def _plan(params: AttentionParams, metadata: AttentionMetadata, start: int, stop: int) -> Plan:

@@ -24,7 +24,7 @@ MAX_SCORES = 1 << 24  # elements of one tile's score matrix, over all heads
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class QueryTile:
     """Queries [start, stop) of a request's new tokens against keys [first_key, stop_key) of its gathered rows."""
 
     start: int
@@ -45,7 +45,7 @@ class PrefillRequest:
     lowest_key: int  # lowest position that has KV
     page_ids: torch.Tensor  # int64 [num_pages]
     base: int  # position of the first page's first token
-    tiles: tuple[Tile, ...]
+    tiles: tuple[QueryTile, ...]
 
 
 def prefill(
@@ -85,7 +85,7 @@ def _attend_tiles(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    tiles: tuple[Tile, ...],
+    tiles: tuple[QueryTile, ...],
     out: torch.Tensor,
 ) -> None:
     """One request: query [n, num_heads, k_dim], keys and values [gathered tokens, num_kv_heads, dim]."""
@@ -162,7 +162,7 @@ def _tiles(
     tile_queries: int,
     right_masks: dict[int, torch.Tensor],
     device: torch.device,
-) -> tuple[Tile, ...]:
+) -> tuple[QueryTile, ...]:
     """Tiles over queries [first_position, first_position + num_queries); gathered row 0 is position `base`.
 
     lowest_key: no query sees a position below it.
@@ -185,7 +185,7 @@ def _tiles(
             square = torch.ones(height, height, dtype=torch.bool, device=device)
             right_masks[height] = square.triu(1).unsqueeze(1)
         tiles.append(
-            Tile(
+            QueryTile(
                 start=start,
                 stop=stop,
                 first_key=first_key,

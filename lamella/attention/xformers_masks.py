@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lamella.attention.metadata import AttentionMetadata
+from lamella.attention.metadata import AttentionMetadata, to_device
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
@@ -86,7 +86,7 @@ def pack_keys(spec: KVCacheSpec, metadata: AttentionMetadata, requests: range) -
     page_ids = metadata.block_tables_host[owners, columns]
     # Only a padded row sees a null page; what it gets is not read.
     page_ids = np.maximum(page_ids, 0)
-    return PackedKeys(mask, _to_device(page_ids, device), _to_device(positions % page_tokens, device))
+    return PackedKeys(mask, to_device(page_ids, device), to_device(positions % page_tokens, device))
 
 
 def paged_mask(spec: KVCacheSpec, metadata: AttentionMetadata, pages_per_id: int) -> Any | None:
@@ -124,9 +124,3 @@ def _check_tables(metadata: AttentionMetadata, requests: NDArray[np.int64], firs
             f"requests {sorted(set(requests[late].tolist()))} see keys below the first block of their tables; a table "
             "must cover every block from the first visible key on"
         )
-
-
-def _to_device(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """From pinned memory the host need not wait for the copy."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

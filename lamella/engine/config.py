@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from lamella.argument_checks import FRACTION, MOST_SEED, MOST_TOKENS, WholeRange, path_text, shown, truth_value
-from lamella.attention.contract import BACKEND_NAMES
+from lamella.attention.choice import BACKEND_NAMES
 from lamella.attention.kv_dtype import KV_CACHE_DTYPES
 from lamella.engine.scheduling.waiting_queue import SCHEDULING_POLICIES
 from lamella.engine.vllm_engine_arguments import ENGINE_ARGUMENTS, NONE_IS_DEFAULT

@@ -29,7 +29,7 @@ class DecodeStream(Protocol):
     def step(self, token_id: int) -> str: ...
 
 
-class Tokenizer(Protocol):
+class TokenDecoder(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
     def decode_stream(self, skip_special_tokens: bool) -> DecodeStream: ...
@@ -45,7 +45,7 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, stop_strings: StopStrings | None = None
+        self, tokenizer: TokenDecoder | None, params: SamplingParams, stop_strings: StopStrings | None = None
     ) -> None:
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None

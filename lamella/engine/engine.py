@@ -14,7 +14,6 @@ from typing import Any
 
 from lamella.argument_checks import shown
 from lamella.engine.config import EngineConfig
-from lamella.engine.generate_progress import RunningTokens
 from lamella.engine.held_interrupts import HeldInterrupts
 from lamella.engine.model_setup import LoadedEngine, load_engine
 from lamella.engine.output_processor import OutputProcessor
@@ -22,7 +21,7 @@ from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, parse_prompt
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduling.request import Request
-from lamella.engine.scheduling.request_rows import require_fitting
+from lamella.engine.scheduling.request_rows import RunningTokens, require_fitting
 from lamella.engine.turns import Turns, in_turn
 from lamella.engine.vllm_keywords import refuse_foreign
 from lamella.engine.vllm_request_arguments import (

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
 from lamella.engine.outputs import RequestOutput
+from lamella.engine.scheduling.request_rows import RunningTokens
 from lamella.model_executor.progress import BAR_SECONDS, Progress
-
-
-class RunningTokens(NamedTuple):
-    """Of the requests that run now: tokens of prompts that are computed or were cached, and tokens generated."""
-
-    num_in: int
-    num_out: int
 
 
 class GenerateProgress(Protocol):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lamella.attention.contract import choose_backend
+from lamella.attention.choice import choose_backend
 from lamella.attention.kv_dtype import KV_CACHE_DTYPES
 from lamella.engine.config import EngineConfig
 from lamella.engine.sampling_params import SamplingParams

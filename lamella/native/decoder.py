@@ -58,7 +58,7 @@ class DecoderWeights(NamedTuple):
     tail: LayerTail
 
 
-class DecoderLayer:
+class PagedLayer:
     """A layer's weights with its pages: what it has whatever the step."""
 
     def __init__(self, weights: DecoderWeights, pages: Pages, num_heads: int, visibility: Visibility) -> None:
@@ -138,7 +138,7 @@ def _function() -> Callable[..., int]:
     return require_library().function("run_layers", Pointer, Pointer, Int, Pointer, Pointer, Int, restype=Int)
 
 
-def run_layers(layers: Sequence[DecoderLayer], steps: Sequence[LayerStep], x: Tensor, normed: Tensor) -> None:
+def run_layers(layers: Sequence[PagedLayer], steps: Sequence[LayerStep], x: Tensor, normed: Tensor) -> None:
     """All rows through one layer after the other, each with its step.
 
     x [T, width] is the residual stream, normed [T, width] its norm: the first layer's input, and in the end what

@@ -79,7 +79,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """`curves`: system -> requests that fit at each of `curve_contexts` (0 where refused)."""
 
     model: str
@@ -131,7 +131,7 @@ class Plan:
         return format_table(header, rows)
 
 
-def make_plan(model: str, layers: LayerSpecs, options: PlanOptions) -> Plan:
+def plan_memory(model: str, layers: LayerSpecs, options: PlanOptions) -> MemoryPlan:
     """Compare elastic memory, fixed pools at `options.ratios` (where there are both kinds of layers) and uniform
     allocation, which keeps every layer's KV like a full layer's.
 
@@ -152,7 +152,7 @@ def make_plan(model: str, layers: LayerSpecs, options: PlanOptions) -> Plan:
 
     contexts = tuple(length for step in range(6, -1, -1) if (length := options.context_tokens * 4 >> step))
     per_context = [outcomes(context) for context in contexts]
-    return Plan(
+    return MemoryPlan(
         model=model,
         options=options,
         memory_report=kv_cache_report(

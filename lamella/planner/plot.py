@@ -8,10 +8,10 @@ from typing import Any
 from lamella.benchmark.plot_path import check_plot_path
 from lamella.errors import ConfigError
 from lamella.kv_cache.report import format_bytes
-from lamella.planner.plan import Plan
+from lamella.planner.plan import MemoryPlan
 
 
-def plot_plan(plan: Plan, path: str | Path) -> None:
+def plot_plan(plan: MemoryPlan, path: str | Path) -> None:
     """Write `path`, a PNG. Raises ConfigError as `check_plot_path` does, and where writing fails after all."""
     path = Path(path)
     check_plot_path(path)
@@ -38,7 +38,7 @@ def plot_plan(plan: Plan, path: str | Path) -> None:
         raise ConfigError(f"plot={str(path)!r} cannot be written: {error}") from error
 
 
-def _line_style(plan: Plan, system: str) -> dict[str, Any]:
+def _line_style(plan: MemoryPlan, system: str) -> dict[str, Any]:
     """Fixed pools are thin and shade from blue to red with the ratio, so that the other two stand out."""
     split = [cell.system for cell in plan.cells]
     if system not in split:

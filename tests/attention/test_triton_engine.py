@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lamella import LLM, SamplingParams
-from lamella.attention.contract import choose_backend
+from lamella.attention.choice import choose_backend
 from lamella.attention.triton.tuning import choose_tile
 from lamella.errors import ConfigError
 from lamella.kv_cache.spec import FullAttentionSpec
@@ -70,7 +70,7 @@ def test_with_kv_in_eight_bits_as_well(tmp_path: Path) -> None:
 
 
 def test_auto_takes_triton_on_cuda_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lamella.attention.contract"):
+    with caplog.at_level(logging.INFO, logger="lamella.attention.choice"):
         assert choose_backend("auto", torch.device("cuda")).name == "triton"
         assert choose_backend("auto", torch.device("cpu")).name != "triton"
     assert "attention backend: triton (asked for 'auto' on cuda; for cuda)" in caplog.text
@@ -79,7 +79,7 @@ def test_auto_takes_triton_on_cuda_and_says_so(caplog: pytest.LogCaptureFixture)
 def test_what_the_kernels_cannot_do_goes_to_torch_or_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     cuda = torch.device("cuda")
     wide = FullAttentionSpec(num_kv_heads=1, k_dim=576, v_dim=512, itemsize_bytes=2)
-    with caplog.at_level(logging.INFO, logger="lamella.attention.contract"):
+    with caplog.at_level(logging.INFO, logger="lamella.attention.choice"):
         assert choose_backend("auto", cuda, specs=[wide]).name == "torch"
     assert "at most 512 dimensions, not 576" in caplog.text
     with pytest.raises(ConfigError, match="at most 512 dimensions, not 576"):
@@ -102,7 +102,7 @@ def test_without_triton_cuda_takes_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_importing_lamella_does_not_import_triton() -> None:
-    code = "import sys, lamella, lamella.attention.contract; sys.exit('triton' in sys.modules)"
+    code = "import sys, lamella, lamella.attention.choice; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ.copy(), timeout=120).returncode == 0
 
 

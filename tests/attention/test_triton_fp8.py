@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lamella.attention.contract import AttentionBackend, AttentionParams, choose_backend
+from lamella.attention.choice import choose_backend
+from lamella.attention.contract import AttentionBackend, AttentionParams
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.torch_backend import TorchBackend
 from lamella.attention.triton import shapes

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lamella.attention.contract import choose_backend
+from lamella.attention.choice import choose_backend
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.torch_backend import TorchBackend
 from lamella.attention.xformers_backend import XformersBackend, page_rows, pages_per_id
@@ -408,7 +408,7 @@ def test_layers_of_a_group_share_the_plan() -> None:
 
 def test_the_choice_of_xformers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     cuda = torch.device("cuda")
-    with caplog.at_level(logging.INFO, logger="lamella.attention.contract"):
+    with caplog.at_level(logging.INFO, logger="lamella.attention.choice"):
         assert isinstance(choose_backend("xformers", cuda), XformersBackend)
     assert "attention backend: xformers (asked for 'xformers' on cuda; asked for)" in caplog.text
     with pytest.raises(ConfigError, match="CUDA devices, not on cpu; 'auto' and 'torch' work"):

@@ -50,7 +50,7 @@ def layer_scales(loaded: LoadedEngine) -> list[tuple[float, float]]:
 def test_pages_take_a_byte_per_element(
     folder: Path, name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="lamella.attention.contract"):
+    with caplog.at_level(logging.INFO, logger="lamella.attention.choice"):
         loaded = load(folder, name)
     assert "attention backend: torch" in caplog.text
     reason = "there are no native kernels" if attention_kernels() is None else "KV is torch.float8"

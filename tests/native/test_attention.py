@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamella.attention.contract import choose_backend
+from lamella.attention.choice import choose_backend
 from lamella.attention.native_backend import NativeBackend, native_supports
 from lamella.attention.reference import ReferenceBackend
 from lamella.errors import ConfigError, InvariantError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lamella.attention.contract import choose_backend
+from lamella.attention.choice import choose_backend
 from lamella.errors import ConfigError
 from lamella.native import library
 from lamella.native.library import NativeLibrary, Pointer

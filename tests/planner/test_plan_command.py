@@ -129,7 +129,7 @@ def test_the_plot_is_checked_before_anything_is_planned(monkeypatch, tmp_path, p
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "file").touch()
     planned = []
-    monkeypatch.setattr("lamella.cli.make_plan", lambda *arguments: planned.append(arguments))
+    monkeypatch.setattr("lamella.cli.plan_memory", lambda *arguments: planned.append(arguments))
     monkeypatch.setattr("lamella.cli.model_specs", lambda *arguments: planned.append(arguments))
     message = refused("--plot", str(tmp_path / plot))
     assert message.startswith(f"Error: --plot='{tmp_path / plot}'")

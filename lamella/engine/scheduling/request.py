@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lamella.engine.sampling_params import SamplingParams
+from lamella.engine.scheduling.sampling_settings import SamplingSettings
 from lamella.model_executor.step_plan import TokenLogprobs
 
 NO_ROW = -1
@@ -23,7 +23,7 @@ class Request:
 
     request_id: str
     sample_index: int
-    params: SamplingParams
+    params: SamplingSettings
     token_ids: np.ndarray
     num_prompt_tokens: int
     max_total_tokens: int

@@ -8,11 +8,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lamella.engine.generate_progress import RunningTokens
 from lamella.engine.scheduling.request import NO_ROW, Request
 from lamella.engine.scheduling.token_penalties import penalised_prompt_ids, token_penalties
 from lamella.errors import RequestError
 from lamella.model_executor.step_plan import SamplingBatch
+
+
+class RunningTokens(NamedTuple):
+    """Of the requests that run now: tokens of prompts that are computed or were cached, and tokens generated."""
+
+    num_in: int
+    num_out: int
 
 
 class _SampledRows(NamedTuple):

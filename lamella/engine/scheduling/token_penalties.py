@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from lamella.engine.sampling_params import SamplingParams
+from lamella.engine.scheduling.sampling_settings import SamplingSettings
 from lamella.model_executor.step_plan import TokenPenalties
 
 
-def penalised_prompt_ids(params: SamplingParams, prompt_ids: np.ndarray) -> np.ndarray:
+def penalised_prompt_ids(params: SamplingSettings, prompt_ids: np.ndarray) -> np.ndarray:
     """The tokens of a prompt that penalties are for, each once and ascending: int64 [n]."""
     # Only the repetition penalty counts the prompt.
     return np.unique(prompt_ids if params.repetition_penalty != 1.0 else prompt_ids[:0]).astype(np.int64)
 
 
-def token_penalties(params: SamplingParams, prompt_ids: np.ndarray, output_ids: np.ndarray) -> TokenPenalties:
+def token_penalties(params: SamplingSettings, prompt_ids: np.ndarray, output_ids: np.ndarray) -> TokenPenalties:
     """prompt_ids: int64 [n] from `penalised_prompt_ids`; output_ids: int [m] so far, in any order.
 
     O(n + m log m): the prompt is not sorted anew for every token.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lamella.attention.native_backend import HeadTransform, NativeBackend, native_decoder
+from lamella.attention.native_backend import HeadTransform, NativeBackend, paged_layer
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.layers.contract import HeadScores, Rotary
@@ -34,8 +34,8 @@ class NativeOperators:
         self._linears: dict[tuple[str, int, int], LinearLayer] = {}  # projection, first and last + 1 of its outputs
         self._tails: dict[int, LayerTail] = {}  # of each layer
         self._weights: dict[int, DecoderWeights] = {}  # of the layers that run as one call
-        self._places: list[LayerPlace] = []  # those that `_decoders` are of
-        self._decoders: dict[int, decoder.DecoderLayer] = {}  # the layers that run as one call, with their pages
+        self._places: list[LayerPlace] = []  # those that `_paged` are of
+        self._paged: dict[int, decoder.PagedLayer] = {}  # the layers that run as one call, with their pages
 
     @property
     def weight_form(self) -> WeightForm:
@@ -131,12 +131,12 @@ class NativeOperators:
             if key not in steps:
                 steps[key] = backend.layer_step(place.params, rotary, step.taken(layer.index))
             of_layers.append(steps[key])
-        decoder.run_layers([self._decoders[layer.index] for layer in layers], of_layers, x, normed)
+        decoder.run_layers([self._paged[layer.index] for layer in layers], of_layers, x, normed)
 
     def _bind(self, places: list[LayerPlace]) -> None:
         """Join the layers with the pages that they have in this arena."""
-        self._decoders = {
-            index: native_decoder(places[index].params, places[index].cache, weights)
+        self._paged = {
+            index: paged_layer(places[index].params, places[index].cache, weights)
             for index, weights in self._weights.items()
         }
         self._places = places

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lamella.attention.metadata import to_device
 from lamella.model_executor.step_plan import SamplingBatch
 
 
@@ -49,7 +50,7 @@ class LogitEdits:
 
     def to(self, device: torch.device) -> LogitEdits:
         """Without waiting: the copies come before whatever is put on the device's stream next."""
-        return LogitEdits(*(_to(tensor, device) for tensor in (self.rows, self.token_ids, self.factors)))
+        return LogitEdits(*(to_device(tensor, device) for tensor in (self.rows, self.token_ids, self.factors)))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Overwrite the entries of logits [S, vocab]; returns what was there: [n].
@@ -81,7 +82,3 @@ def edited(logits: torch.Tensor, batch: SamplingBatch) -> Iterator[None]:
         yield
     finally:
         edits.undo(logits, saved)
-
-
-def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

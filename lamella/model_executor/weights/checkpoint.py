@@ -53,7 +53,7 @@ class WeightNames(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class CheckpointTensor:
     """stored_name: as the file spells it; problem: why its values cannot be read, or None."""
 
     stored_name: str
@@ -64,7 +64,7 @@ class StoredTensor:
 class Checkpoint(Protocol):
     """Headers are read when one is made, values only by `read_rows`, which may be called from threads."""
 
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, CheckpointTensor]
     left_out: Counter[str]  # what the model knowingly does without -> number of tensors
     norm_offset: float  # what turns a stored norm weight into the multiplier that the model applies
     has_pairs: bool  # whether rows of Q and K are as `row_pairs.unpaired` takes them
@@ -90,7 +90,7 @@ class SafetensorsCheckpoint:
 
         self.norm_offset = names.safetensors_norm_offset
         self.has_pairs = False
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, CheckpointTensor] = {}
         self.left_out: Counter[str] = Counter()
         self._places: dict[str, Path] = {}
         for path in paths:
@@ -107,7 +107,7 @@ class SafetensorsCheckpoint:
                 problem = None
                 if entry.dtype_name not in DTYPES:
                     problem = f"{stored_name}: dtype {entry.dtype_name} is not read; known: {', '.join(DTYPES)}"
-                self.tensors[name] = StoredTensor(stored_name, entry.shape, problem)
+                self.tensors[name] = CheckpointTensor(stored_name, entry.shape, problem)
                 self._places[name] = path
         try:
             self._files = {path: safe_open(path, framework="pt") for path in paths}
@@ -142,14 +142,14 @@ class GgufCheckpoint:
         self.norm_offset = names.gguf_norm_offset
         self.has_pairs = names.gguf_pairs
         self.left_out: Counter[str] = Counter()
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, CheckpointTensor] = {}
         for tensor in header.tensors.values():
             name = names.from_gguf(tensor.name)
             if name in self.tensors:
                 raise ModelLoadError(
                     f"{path} holds {tensor.name}, which it also holds as {self.tensors[name].stored_name}; remove one"
                 )
-            self.tensors[name] = StoredTensor(tensor.name, tensor.shape, storage_problem(header, tensor))
+            self.tensors[name] = CheckpointTensor(tensor.name, tensor.shape, storage_problem(header, tensor))
         self._data = GgufTensorData(header)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import triton
 
+from lamella.attention.metadata import to_device
 from lamella.errors import InvariantError
 from lamella.model_executor.sampling.device.choose import (
     IS_FILTERED,
@@ -119,7 +120,7 @@ class DeviceSampler:
         """
         num_rows, vocab_size = logits.shape
         has_draws = bool((parameters[TEMPERATURE.value] > 0).any())
-        on_device = _to_device(torch.from_numpy(parameters), logits.device)
+        on_device = to_device(parameters, logits.device)
         rows = torch.arange(num_rows, device=logits.device)
         maxima, first_ids, masses = self._statistics(logits, rows, on_device, has_draws=has_draws)
         best_logits = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -184,8 +185,8 @@ class DeviceSampler:
         num_tops = np.minimum(num_logprobs[asking], vocab_size)
         plain = np.zeros((NUM_PARAMETERS, len(asking)))
         plain[TEMPERATURE.value] = 1.0
-        rows = _to_device(torch.from_numpy(asking), device)
-        parameters = _to_device(torch.from_numpy(plain), device)
+        rows = to_device(asking, device)
+        parameters = to_device(plain, device)
         maxima, _, masses = self._statistics(logits, rows, parameters, has_draws=True)
         log_totals = torch.empty(len(asking), dtype=torch.float64, device=device)
         token_logits = torch.empty_like(log_totals)
@@ -196,7 +197,7 @@ class DeviceSampler:
             logits,
             rows,
             token_ids,
-            _to_device(torch.from_numpy(num_tops), device),
+            to_device(num_tops, device),
             maxima,
             masses,
             self._scratch(len(asking), device),
@@ -237,11 +238,6 @@ def row_parameters(batch: SamplingBatch, vocab_size: int) -> np.ndarray:
     if len(drawn):
         parameters[UNIFORM.value, drawn] = uniforms(batch.seeds[drawn], batch.draw_index[drawn])
     return parameters
-
-
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Without waiting."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
