@@ -31,17 +31,20 @@ class NativeLayerCache(LayerCache):
 
 @dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """What turns projections into queries and keys: an RMS norm of each head (weights float32 [k_dim], or None for no
-    norm) and rotary embedding (cos and sin, float32 [T, 1, rotary_dim / 2]), token by token."""
+    """What turns projections into queries and keys, token by token: an RMS norm of each head (weights float32 [k_dim],
+    or None for no norm), then rotary embedding of its first rotary_dim dimensions, half against half (cos and sin,
+    float32 [T, 1, rotary_dim / 2], or None for none)."""
 
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     eps: float
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
 
     def of_rows(self, rows: torch.Tensor) -> HeadTransform:
         """The same for the tokens `rows` (int64 [S])."""
+        if self.cos is None or self.sin is None:
+            return self
         return replace(self, cos=self.cos[rows], sin=self.sin[rows])
 
 
@@ -155,10 +158,11 @@ class NativeBackend:
         return layer
 
     def layer_step(
-        self, params: AttentionParams, rotary: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata
+        self, params: AttentionParams, rotary: tuple[torch.Tensor, torch.Tensor] | None, metadata: AttentionMetadata
     ) -> LayerStep:
-        """What the step has for layers of such attention. rotary: cos and sin, float32 [T, 1, rotary_dim / 2]."""
-        cos, sin = rotary
+        """What the step has for layers of such attention. rotary: cos and sin, float32 [T, 1, rotary_dim / 2], or None
+        for no rotary embedding."""
+        cos, sin = rotary or (None, None)
         key = ("layer_step", params.spec, params.num_heads, id(cos), id(sin))
         step: LayerStep | None = metadata.derived.get(key)
         if step is None:  # it keeps the tables, so that their ids stay theirs
