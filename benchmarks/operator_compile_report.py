@@ -81,7 +81,16 @@ def launches() -> Iterator[Launch]:
     ):
         row_bytes, constants = width * ITEMSIZE_BYTES[dtype], norm.norm_constants(width)
         yield Launch("norm", name, norm.norm_kernel, constants, 2 * row_bytes, dtype)
-        yield Launch("add_norm", name, norm.add_norm_kernel, constants, 4 * row_bytes, dtype)
+        yield Launch("add_norm", name, norm.add_norm_kernel, constants | {"bias": None}, 4 * row_bytes, dtype)
+    constants, row_bytes = norm.norm_constants(5376), 5376 * ITEMSIZE_BYTES["bf16"]
+    for name, absent, num_moved in (
+        ("width 5376, y as it is", ("bias", "post_weight"), 4),
+        ("width 5376, y with a bias", ("post_weight",), 4),
+        ("width 5376, both norms and a bias", (), 4),
+        ("width 5376, no norm of the sum", ("bias", "next_weight"), 3),
+    ):
+        given = constants | dict.fromkeys(absent)
+        yield Launch("add_norm", name, norm.add_norm_kernel, given, num_moved * row_bytes)
     for name, num_heads, num_kv_heads, head_dim, dtype in (
         ("gemma-3-270m", 4, 1, 256, "bf16"),
         ("gemma-3-27b", 32, 16, 128, "bf16"),
@@ -92,10 +101,11 @@ def launches() -> Iterator[Launch]:
         ("gemma-3-27b, fp32", 32, 16, 128, "fp32"),
     ):
         constants = heads.heads_constants(num_heads, num_kv_heads, head_dim, page_tokens=16)
-        constants |= {"key_scale": None, "value_scale": None}
+        constants |= {"bias": None, "key_scale": None, "value_scale": None}
         row_bytes = (2 * (num_heads + 2 * num_kv_heads) + 1) * head_dim * ITEMSIZE_BYTES[dtype]  # with cos and sin
         yield Launch("heads", name, heads.heads_kernel, constants, row_bytes, dtype)
-    constants = heads.heads_constants(32, 16, 128, page_tokens=16, fp8_mantissa=3)
+    yield from _launches_of_other_heads()
+    constants = heads.heads_constants(32, 16, 128, page_tokens=16, fp8_mantissa=3) | {"bias": None}
     types = (("keys", "*u8"), ("values", "*u8"))
     row_bytes = 2 * 2 * 32 * 128 + 3 * 2 * 16 * 128 + 2 * 128
     yield Launch("heads", "gemma-3-27b, fp8 with scales", heads.heads_kernel, constants, row_bytes, types=types)
@@ -105,7 +115,8 @@ def launches() -> Iterator[Launch]:
         ("width 14336", 14336, "silu"),
     ):
         constants = activation.gated_constants(width, kind)
-        yield Launch("gated", f"{name}, {kind}", activation.gated_kernel, constants, 3 * width * 2)
+        yield Launch("gated", f"{name}, {kind}", activation.gated_kernel, constants | {"bias": None}, 3 * width * 2)
+    yield Launch("gated", "width 14336, silu, bias", activation.gated_kernel, constants, 3 * 14336 * 2)
     vocab = 262144
     yield Launch(
         "softcap",
@@ -115,6 +126,26 @@ def launches() -> Iterator[Launch]:
         vocab * (2 + 4),
         types=(("out", "*fp32"),),
     )
+
+
+def _launches_of_other_heads() -> Iterator[Launch]:
+    """Heads with a bias, without norms, with rotary embedding of a part or none, and values of another size."""
+    no_norms, no_rotary = ("query_weight", "key_weight"), ("cos", "sin")
+    for name, (num_heads, num_kv_heads, k_dim, v_dim), rotary_dim, absent in (
+        ("smollm2-135m", (9, 3, 64, 64), 64, ("bias", *no_norms)),
+        ("qwen2.5-0.5b", (14, 2, 64, 64), 64, no_norms),
+        ("32 heads of 80, 32 rotated", (32, 32, 80, 80), 32, no_norms),
+        ("32 heads of 96 normed, 72 rotated", (32, 8, 96, 96), 72, ("bias",)),
+        ("32 heads of 128, none rotated", (32, 8, 128, 128), 0, ("bias", *no_norms, *no_rotary)),
+        ("64 heads of 192 and 128", (64, 8, 192, 128), 64, ("bias", *no_norms)),
+        ("16 heads of 64 and 256, everything", (16, 4, 64, 256), 64, ()),
+    ):
+        constants = heads.heads_constants(
+            num_heads, num_kv_heads, k_dim, page_tokens=16, v_dim=v_dim, rotary_dim=rotary_dim
+        )
+        constants |= dict.fromkeys((*absent, "key_scale", "value_scale"))
+        row_elements = 2 * (num_heads * k_dim + num_kv_heads * (k_dim + v_dim)) + rotary_dim
+        yield Launch("heads", name, heads.heads_kernel, constants, row_elements * ITEMSIZE_BYTES["bf16"])
 
 
 def compile_launch(launch: Launch, target: str) -> Measured:

@@ -29,17 +29,20 @@ class NativeLayerCache(LayerCache):
 
 @dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """What turns projections into queries and keys: an RMS norm of each head (weights float32 [k_dim], or None for no
-    norm) and rotary embedding (cos and sin, float32 [T, 1, rotary_dim / 2]), token by token."""
+    """What turns projections into queries and keys, token by token: an RMS norm of each head (weights float32 [k_dim],
+    or None for no norm), then rotary embedding of its first rotary_dim dimensions, half against half (cos and sin,
+    float32 [T, 1, rotary_dim / 2], or None for none)."""
 
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     eps: float
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
 
     def of_rows(self, rows: torch.Tensor) -> HeadTransform:
         """The same for the tokens `rows` (int64 [S])."""
+        if self.cos is None or self.sin is None:
+            return self
         return replace(self, cos=self.cos[rows], sin=self.sin[rows])
 
 
@@ -144,11 +147,11 @@ class NativeBackend:
         self._attend(params, cache, query, metadata, out, 0, metadata.num_requests)
 
     def layer_step(
-        self, params: AttentionParams, rotary: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata
+        self, params: AttentionParams, rotary: tuple[torch.Tensor, torch.Tensor] | None, metadata: AttentionMetadata
     ) -> LayerStep:
         """What the step has for layers of such attention. rotary: cos and sin, float32 [T, 1, rotary_dim / 2]."""
         batch = _plan(params, metadata, 0, metadata.num_requests).batch
-        return LayerStep(batch, metadata.slot_mapping, *rotary)
+        return LayerStep(batch, metadata.slot_mapping, *(rotary or (None, None)))
 
     def write_keys_values(
         self,

@@ -73,6 +73,16 @@ def check_indices(name: str, indices: Tensor, num_rows: int, *, first: int, stop
             raise InvariantError(f"{name}[{at}] is {wrong}; it must lie in [{first}, {stop})")
 
 
+def rotary_or_empty(cos: Tensor | None, sin: Tensor | None, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The tables of rotary embedding as they are, or where both are None tables without columns, which turn nothing."""
+    if cos is None and sin is None:
+        empty = torch.empty(num_tokens, 0)
+        return empty, empty
+    if cos is None or sin is None:
+        raise InvariantError(f"{'cos' if cos is None else 'sin'} is None and the other is not; give both or neither")
+    return cos, sin
+
+
 def check_device(name: str, tensor: Tensor) -> None:
     if not tensor.is_cpu:
         raise InvariantError(f"{name} is on {tensor.device}; the native kernels run on the CPU")

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from lamella.errors import InvariantError
-from lamella.native.arguments import check_device, check_indices, check_vector
+from lamella.native.arguments import check_device, check_indices, check_vector, rotary_or_empty
 from lamella.native.library import PANEL, Float, Int, NativeLibrary, Pointer, load_library
 
 MAX_INT = 2**63 - 1
@@ -161,8 +161,8 @@ class AttentionKernels:
         qkv: torch.Tensor,
         *,
         num_heads: int,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
         slots: torch.Tensor,
         query_weight: torch.Tensor | None = None,
         key_weight: torch.Tensor | None = None,
@@ -173,9 +173,9 @@ class AttentionKernels:
 
         qkv [T, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], rows may be a stride apart. cos and sin: one row
         of rotary_dim / 2 for each token, or for each position where `positions` [T] says which is a token's; trailing
-        dimensions of 1 do not matter, and rotary_dim below k_dim leaves the rest of a head as it is. A weight [k_dim]
-        of None: no norm. Raises InvariantError, with nothing written, for what does not fit: slots and positions too,
-        which must be -1 or a slot of the pages, and rows of the tables.
+        dimensions of 1 do not matter, and rotary_dim below k_dim leaves the rest of a head as it is. None for both: no
+        rotary embedding. A weight [k_dim] of None: no norm. Raises InvariantError, with nothing written, for what does
+        not fit: slots and positions too, which must be -1 or a slot of the pages, and rows of the tables.
         """
         k_dim, num_kv_heads = pages.k_dim, pages.num_kv_heads
         width = num_heads * k_dim + num_kv_heads * (k_dim + pages.v_dim)
@@ -185,6 +185,7 @@ class AttentionKernels:
                 "contiguous rows"
             )
         check_device("qkv", qkv)
+        cos, sin = rotary_or_empty(cos, sin, len(qkv))
         half = cos.shape[-1] if cos.dim() else 0
         if 2 * half > k_dim or cos.shape != sin.shape or cos.dtype != torch.float32 or sin.dtype != torch.float32:
             raise InvariantError(

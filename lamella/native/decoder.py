@@ -10,7 +10,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lamella.errors import ConfigError, InvariantError
-from lamella.native.arguments import check_contiguous, check_indices, check_rows, check_vector, require_library
+from lamella.native.arguments import (
+    check_contiguous,
+    check_indices,
+    check_rows,
+    check_vector,
+    require_library,
+    rotary_or_empty,
+)
 from lamella.native.attention import MAX_INT, Batch, Pages
 from lamella.native.layers import LayerTail, LinearLayer, LinearStructure, TailStructure
 from lamella.native.library import PANEL, Float, Int, Pointer
@@ -49,7 +56,10 @@ class Visibility(NamedTuple):
 
 
 class DecoderWeights(NamedTuple):
-    """qkv_proj: query heads, then keys of the KV heads, then their values. Norms: of a head, float32 [k_dim]."""
+    """qkv_proj: query heads, then keys of the KV heads, then their values. Norms: of a head, float32 [k_dim], or None.
+
+    How many heads there are and of what sizes may differ from layer to layer; only the width is the stack's.
+    """
 
     qkv_proj: LinearLayer
     query_norm: Tensor | None
@@ -106,22 +116,25 @@ class PagedLayer:
 class LayerStep:
     """What a step has for a layer: its batch, where K and V go, and rotary embedding. Layers share it."""
 
-    def __init__(self, batch: Batch, slots: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """slots: int64 [T], -1: nowhere. cos and sin: float32 [T, rotary_dim / 2]; dimensions of 1 do not matter.
+    def __init__(self, batch: Batch, slots: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+        """slots: int64 [T], -1: nowhere. cos and sin: float32 [T, rotary_dim / 2]; dimensions of 1 do not matter. They
+        turn the first rotary_dim dimensions of a head, half against half; None: no rotary embedding.
 
         Raises InvariantError for shapes that do not fit.
         """
-        num_rows, half = slots.numel(), cos.shape[-1]
+        num_rows = slots.numel()
+        cos, sin = rotary_or_empty(cos, sin, num_rows)
+        half = cos.shape[-1]
         check_indices("slots", slots, num_rows, first=-1, stop=MAX_INT)
         if batch.num_rows != num_rows:
             raise InvariantError(f"slots are of {num_rows} tokens; the batch has {batch.num_rows}")
         for name, table in (("cos", cos), ("sin", sin)):
-            check_rows(name, table.view(-1, half), half)
-            check_contiguous(name, table)
             if table.numel() != num_rows * half:
                 raise InvariantError(
                     f"{name} has shape {list(table.shape)}; {num_rows} tokens take [{num_rows}, {half}]"
                 )
+            check_rows(name, table.reshape(num_rows, half), half)
+            check_contiguous(name, table)
         self.num_rows = num_rows
         self.stop_slot = int(slots.numpy().max(initial=-1)) + 1  # layers have pages of their own, see run_layers
         self.stop_id = int(batch.stop_id)

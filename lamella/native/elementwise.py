@@ -36,17 +36,19 @@ def _kernels() -> _Kernels:
     )  # fmt: skip
 
 
-def add_norm(x: Tensor, y: Tensor | None, post_weight: Tensor | None, next_weight: Tensor, eps: float) -> Tensor:
+def add_norm(x: Tensor, y: Tensor | None, post_weight: Tensor | None, next_weight: Tensor | None, eps: float) -> Tensor:
     """Take a sublayer's output into the residual stream and norm that for the next: `x` [T, D] changes in place.
 
     x += rms_norm(y) * post_weight, or += y without `post_weight`, or stays without `y`.
-    Returns rms_norm(x) * next_weight [T, D]. Weights are what is multiplied with (Gemma's are stored as weight - 1).
+    Returns rms_norm(x) * next_weight [T, D], or `x` itself without `next_weight`. Weights are what is multiplied with
+    (Gemma's are stored as weight - 1).
     """
     if x.dim() != 2:
         raise InvariantError(f"x has shape {list(x.shape)}; it must be [tokens, width]")
     num_rows, width = x.shape
     check_rows("x", x, width, is_written=True)
-    check_vector("next_weight", next_weight, width)
+    if next_weight is not None:
+        check_vector("next_weight", next_weight, width)
     if y is not None:
         check_rows("y", y, width)
         if y.shape[0] != num_rows:
@@ -55,13 +57,14 @@ def add_norm(x: Tensor, y: Tensor | None, post_weight: Tensor | None, next_weigh
         if y is None:
             raise InvariantError("post_weight is given without y; it is y that it norms")
         check_vector("post_weight", post_weight, width)
-    out = torch.empty(num_rows, width)
+    out = None if next_weight is None else torch.empty(num_rows, width)
     _kernels().add_norm(
         x.data_ptr(), x.stride(0), None if y is None else y.data_ptr(), 0 if y is None else y.stride(0),
-        None if post_weight is None else post_weight.data_ptr(), next_weight.data_ptr(), eps, num_rows, width,
-        out.data_ptr(),
+        None if post_weight is None else post_weight.data_ptr(),
+        None if next_weight is None else next_weight.data_ptr(), eps, num_rows, width,
+        None if out is None else out.data_ptr(),
     )  # fmt: skip
-    return out
+    return x if out is None else out
 
 
 def gated_activation(gate_up: Tensor, kind: str) -> Tensor:

@@ -48,6 +48,11 @@ class GgufWeight:
         form = FORMATS.get(self.type_name)
         if form is None:
             raise InvariantError(f"type_name={self.type_name!r} has no kernel; there are {', '.join(sorted(FORMATS))}")
+        if self.num_in % form.block_inputs:
+            raise InvariantError(
+                f"num_in={self.num_in} is no number of whole blocks; it must be a multiple of the {form.block_inputs} "
+                f"inputs of a {self.type_name} block"
+            )
         shape = (-(-self.num_out // PANEL), -(-self.num_in // form.panel_inputs), form.panel_words, PANEL)
         check_panels("panels", self.panels, shape, torch.int32)
 
@@ -85,19 +90,55 @@ def _repack_q8_0(blocks: np.ndarray) -> np.ndarray:
     return _pair(_halves(blocks, 0), _join(blocks[..., 2:], 8))
 
 
+def _nibbles(bytes_: np.ndarray) -> np.ndarray:
+    """[..., 16] of a block: the low halves are the first 16 inputs, the high ones the last -> uint32 [..., 4]."""
+    return _join(np.concatenate([bytes_ & 15, bytes_ >> 4], axis=-1), 4)
+
+
+def _repack_q4_0(blocks: np.ndarray) -> np.ndarray:
+    return _pair(_halves(blocks, 0), _nibbles(blocks[..., 2:]))
+
+
+def _repack_q4_1(blocks: np.ndarray) -> np.ndarray:
+    ranges = _halves(blocks, 0) | (_halves(blocks, 2) << 16)
+    return np.concatenate([ranges[..., None], _nibbles(blocks[..., 4:])], axis=-1)
+
+
 def _repack_q5_0(blocks: np.ndarray) -> np.ndarray:
-    nibbles = np.concatenate([blocks[..., 6:] & 15, blocks[..., 6:] >> 4], axis=-1)
-    return _pair(_halves(blocks, 0), np.concatenate([_join(nibbles, 4), _join(blocks[..., 2:6], 8)], axis=-1))
+    return _pair(_halves(blocks, 0), np.concatenate([_nibbles(blocks[..., 6:]), _join(blocks[..., 2:6], 8)], axis=-1))
 
 
-def _repack_q4_k(blocks: np.ndarray) -> np.ndarray:
+def _repack_q5_1(blocks: np.ndarray) -> np.ndarray:
+    ranges = _halves(blocks, 0) | (_halves(blocks, 2) << 16)
+    return np.concatenate([ranges[..., None], _nibbles(blocks[..., 8:]), _join(blocks[..., 4:8], 8)], axis=-1)
+
+
+def _ranges_of_k(blocks: np.ndarray) -> np.ndarray:
+    """d and dmin, then the 6-bit factors of each for the 8 groups of a block, from its first 16 bytes."""
     ranges = _halves(blocks, 0) | (_halves(blocks, 2) << 16)
     first, second, third = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     factors = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=-1)
     minima = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=-1)
-    bytes_ = blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 1, 32)
-    nibbles = np.concatenate([bytes_ & 15, bytes_ >> 4], axis=-2).reshape(*blocks.shape[:-1], 256)
-    return np.concatenate([ranges[..., None], _join(factors, 8), _join(minima, 8), _join(nibbles, 4)], axis=-1)
+    return np.concatenate([ranges[..., None], _join(factors, 8), _join(minima, 8)], axis=-1)
+
+
+def _nibbles_of_k(bytes_: np.ndarray) -> np.ndarray:
+    """[..., 128] of a block: 32 bytes are two groups, the low halves first -> uint32 [..., 8 groups, 4]."""
+    pairs = bytes_.reshape(*bytes_.shape[:-1], 4, 1, 32)
+    return _join(np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*bytes_.shape[:-1], 8, 32), 4)
+
+
+def _repack_q4_k(blocks: np.ndarray) -> np.ndarray:
+    nibbles = _nibbles_of_k(blocks[..., 16:]).reshape(*blocks.shape[:-1], 32)
+    return np.concatenate([_ranges_of_k(blocks), nibbles], axis=-1)
+
+
+def _repack_q5_k(blocks: np.ndarray) -> np.ndarray:
+    shape = blocks.shape[:-1]
+    group = np.arange(8, dtype=np.uint8)[:, None]
+    tops = blocks[..., None, 16:48] >> group & 1  # bit g of byte i: of input i of group g
+    groups = np.concatenate([_nibbles_of_k(blocks[..., 48:]), _join(tops, 1)], axis=-1).reshape(*shape, 40)
+    return np.concatenate([_ranges_of_k(blocks), groups], axis=-1)
 
 
 def _repack_q6_k(blocks: np.ndarray) -> np.ndarray:
@@ -111,9 +152,13 @@ def _repack_q6_k(blocks: np.ndarray) -> np.ndarray:
 
 
 FORMATS = {
+    "Q4_0": Format(2, 32, 18, 64, 9, _repack_q4_0),
+    "Q4_1": Format(3, 32, 20, 32, 5, _repack_q4_1),
     "Q5_0": Format(6, 32, 22, 64, 11, _repack_q5_0),
+    "Q5_1": Format(7, 32, 24, 32, 6, _repack_q5_1),
     "Q8_0": Format(8, 32, 34, 64, 17, _repack_q8_0),
     "Q4_K": Format(12, 256, 144, 256, 37, _repack_q4_k),
+    "Q5_K": Format(13, 256, 176, 256, 45, _repack_q5_k),
     "Q6_K": Format(14, 256, 210, 256, 53, _repack_q6_k),
 }
 
@@ -121,7 +166,7 @@ FORMATS = {
 def pack_gguf(data: np.ndarray, type_name: str) -> GgufWeight:
     """Blocks as a GGUF file has them, uint8 [num_out, bytes of a row], repacked.
 
-    Raises ConfigError for types other than Q8_0, Q5_0, Q4_K and Q6_K, and for rows that are not whole blocks.
+    Raises ConfigError for types that are not in FORMATS, and for rows that are not whole blocks.
     """
     form = FORMATS.get(type_name)
     if form is None:

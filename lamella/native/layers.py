@@ -33,7 +33,7 @@ class _Part(ctypes.Structure):
 
 
 class LinearStructure(ctypes.Structure):
-    _fields_ = (("parts", Pointer), ("num_parts", Int), ("num_columns", Int), ("depth", Int))
+    _fields_ = (("parts", Pointer), ("num_parts", Int), ("num_columns", Int), ("depth", Int), ("bias", Pointer))
 
 
 class TailStructure(ctypes.Structure):
@@ -65,14 +65,17 @@ def _functions() -> _Functions:
 
 
 class LinearLayer:
-    """y = x W^T, the outputs of `weights` side by side. They all have the same inputs; several only of float32 and GGUF
-    kinds.
+    """y = x W^T + bias, the outputs of `weights` side by side. They all have the same inputs; several only of float32
+    and GGUF kinds.
 
-    int8_activations: w8a8, with int8 weights.
+    bias: float32, one number for each of these outputs, added to the product; None: none. int8_activations: w8a8, with
+    int8 weights.
     """
 
-    def __init__(self, weights: Sequence[Weight], *, int8_activations: bool = False) -> None:
-        """Raises ConfigError for weights that do not go together."""
+    def __init__(
+        self, weights: Sequence[Weight], *, int8_activations: bool = False, bias: Tensor | None = None
+    ) -> None:
+        """Raises ConfigError for weights that do not go together, InvariantError for a bias that does not fit."""
         self.num_in = weights[0].num_in
         self.num_out = sum(weight.num_out for weight in weights)
         if any(weight.num_in != self.num_in for weight in weights):
@@ -81,9 +84,17 @@ class LinearLayer:
             )
         if len(weights) > 1 and any(isinstance(weight, Int8Weight) for weight in weights):
             raise ConfigError(f"{len(weights)} weights with int8 among them make no layer; fuse int8 weights into one")
-        self._weights = tuple(weights)  # their memory is what the addresses are of
+        if bias is not None:
+            check_vector("bias", bias, self.num_out)
+        self._kept = (tuple(weights), bias)  # their memory is what the addresses are of
         self._parts = (_Part * len(weights))(*(_part(weight, int8_activations) for weight in weights))
-        self.structure = LinearStructure(ctypes.addressof(self._parts), len(weights), self.num_out, self.num_in)
+        self.structure = LinearStructure(
+            ctypes.addressof(self._parts),
+            len(weights),
+            self.num_out,
+            self.num_in,
+            None if bias is None else bias.data_ptr(),
+        )
         self._address = ctypes.addressof(self.structure)
         self._call = _functions().linear
 
@@ -108,13 +119,14 @@ class LayerTail:
         down_proj: LinearLayer,
         *,
         post_attention_norm: Tensor | None,
-        pre_mlp_norm: Tensor,
+        pre_mlp_norm: Tensor | None,
         post_mlp_norm: Tensor | None,
-        following_norm: Tensor,
+        following_norm: Tensor | None,
         eps: float,
         activation: str,
     ) -> None:
-        """Norms: float32 [out_proj.num_out], what is multiplied with; None: no norm. activation: one of ACTIVATIONS.
+        """Norms: float32 [out_proj.num_out], what is multiplied with; None: no norm, so that what it would have normed
+        goes on as it is. activation: one of ACTIVATIONS.
 
         Raises ConfigError for layers that do not follow each other.
         """
@@ -148,8 +160,8 @@ class LayerTail:
     def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
         """Take attention's output and then the MLP's into the residual stream `x` [T, width], which changes in place.
 
-        attended: [T, out_proj.num_in]. Both contiguous float32. Returns following_norm(x), [T, width]; all as
-        `elementwise.add_norm` and `elementwise.gated_activation` have it.
+        attended: [T, out_proj.num_in]. Both contiguous float32. Returns following_norm(x), or a copy of x without that
+        norm, [T, width]; all as `elementwise.add_norm` and `elementwise.gated_activation` have it.
         """
         check_rows("x", x, self.width)
         check_rows("attended", attended, self.num_in)

@@ -74,27 +74,66 @@ def check_norm(kernels: Kernels, *, width: int, num_rows: int, dtype: torch.dtyp
     assert_near(out, norm64(x, weight, eps))
 
 
-def check_add_norm(kernels: Kernels, *, width: int, num_rows: int, dtype: torch.dtype) -> None:
+def check_add_norm(
+    kernels: Kernels,
+    *,
+    width: int,
+    num_rows: int,
+    dtype: torch.dtype,
+    has_post: bool = True,
+    has_next: bool = True,
+    bias_dtype: torch.dtype | None = None,
+) -> None:
+    """has_post, has_next: whether what is added and the sum are normed. bias_dtype: None for no bias."""
     generator = torch.Generator().manual_seed(width + num_rows)
     x, y = (random_rows(generator, num_rows, width, dtype) for _ in range(2))
-    post, following = (torch.randn(width, generator=generator).to(DEVICE) for _ in range(2))
-    expected_x = x.cpu().double() + norm64(y, post, 0.3)
-    out = kernels.norm.add_norm(x, y, post_weight=post, post_eps=0.3, next_weight=following, next_eps=0.7)
-    assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, x.shape, True)
+    post, following, bias = (torch.randn(width, generator=generator).to(DEVICE) for _ in range(3))
+    options: dict[str, torch.Tensor] = {}
+    added = y.cpu().double()
+    if bias_dtype is not None:
+        options["bias"] = bias.to(bias_dtype)
+        added = added + options["bias"].cpu().double()
+    expected_x = x.cpu().double() + (norm64(added, post, 0.3) if has_post else added)
+    out = kernels.norm.add_norm(
+        x,
+        y,
+        post_weight=post if has_post else None,
+        post_eps=0.3,
+        next_weight=following if has_next else None,
+        next_eps=0.7,
+        **options,
+    )
     assert_near(x, expected_x)
+    assert_padding_untouched(x)
+    if not has_next:
+        assert out is x
+        return
+    assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, x.shape, True)
     # The norm is that of x as it is kept, exactly: so it is asked of the rounded one.
     assert_near(out, norm64(x, following, 0.7))
-    assert_padding_untouched(x)
 
 
-def check_gated(kernels: Kernels, *, width: int, num_rows: int, dtype: torch.dtype, activation: str) -> None:
+def check_gated(
+    kernels: Kernels,
+    *,
+    width: int,
+    num_rows: int,
+    dtype: torch.dtype,
+    activation: str,
+    bias_dtype: torch.dtype | None = None,
+) -> None:
+    """bias_dtype: None for no bias."""
     generator = torch.Generator().manual_seed(width + num_rows)
     gate_up = random_rows(generator, num_rows, 2 * width, dtype)
     if num_rows:
         gate_up[0, : min(width, 4)] = torch.tensor([-60.0, 60.0, 0.0, -9.0])[:width]  # far into both tails
-    out = kernels.activation.gated_activation(gate_up, activation)
+    sums, options = gate_up.cpu().double(), {}
+    if bias_dtype is not None:
+        options["bias"] = torch.randn(2 * width, generator=generator).to(bias_dtype).to(DEVICE)
+        sums = sums + options["bias"].cpu().double()
+    out = kernels.activation.gated_activation(gate_up, activation, **options)
     assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, (num_rows, width), True)
-    gate, up = gate_up.cpu().double()[:, :width], gate_up.cpu().double()[:, width:]
+    gate, up = sums[:, :width], sums[:, width:]
     if activation == "silu":
         activated = gate / (1 + (-gate).exp())
     else:
@@ -114,10 +153,12 @@ def check_softcap(kernels: Kernels, *, width: int, num_rows: int, dtype: torch.d
 
 
 def rotated64(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x float64 [T, heads, dim], elements i and i + dim / 2 as one complex number, times that of the angle."""
-    half = x.shape[-1] // 2
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos.cpu().double(), sin.cpu().double())
-    return torch.cat((turned.real, turned.imag), -1)
+    """x float64 [T, heads, dim], elements i and i + n as one complex number, times that of the angle: cos and sin
+    [T, 1, n], 2 n at most dim; the other elements as they are."""
+    half = cos.shape[-1]
+    pairs = torch.complex(x[..., :half], x[..., half : 2 * half])
+    turned = pairs * torch.complex(cos.cpu().double(), sin.cpu().double())
+    return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1)
 
 
 def check_heads(
@@ -133,18 +174,32 @@ def check_heads(
     unslotted: Sequence[int] = (),
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    v_dim: int | None = None,
+    rotary_dim: int | None = None,
+    has_norms: bool = True,
+    bias_dtype: torch.dtype | None = None,
 ) -> None:
-    """unslotted: tokens with slot -1, whose projection is NaN as a padded row's may be."""
+    """unslotted: tokens with slot -1, whose projection is NaN as a padded row's may be.
+
+    head_dim: of Q and K; v_dim None: of V, too. rotary_dim: how much of a head is rotated; None: all, 0: there are no
+    tables. bias_dtype: None for no bias.
+    """
     cache_dtype = cache_dtype or dtype
+    v_dim = head_dim if v_dim is None else v_dim
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
     generator = torch.Generator().manual_seed(head_dim + num_heads)
-    columns = random_rows(generator, num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype)
+    sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * v_dim]
+    columns = random_rows(generator, num_tokens, sum(sizes), dtype)
     query_norm, key_norm = (torch.randn(head_dim, generator=generator).to(DEVICE) for _ in range(2))
-    angles = torch.randn(num_tokens, 1, head_dim // 2, generator=generator) * 3
+    angles = torch.randn(num_tokens, 1, rotary_dim // 2, generator=generator) * 3
     cos, sin = angles.cos().to(dtype).to(DEVICE), angles.sin().to(dtype).to(DEVICE)
+    options = {}
+    if bias_dtype is not None:
+        options["bias"] = torch.randn(sum(sizes), generator=generator).to(bias_dtype).to(DEVICE)
 
     # A page is wider than a unit, and this layer's part begins inside it.
-    token_elements = max(1, num_kv_heads) * head_dim
-    layer_bytes = page_tokens * 2 * token_elements * cache_dtype.itemsize
+    key_bytes, value_bytes = (max(1, num_kv_heads) * dim * cache_dtype.itemsize for dim in (head_dim, v_dim))
+    layer_bytes = page_tokens * (key_bytes + value_bytes)
     unit_bytes, offset_bytes, num_pages = 2 * layer_bytes + 64, layer_bytes, 2 + num_tokens
     # One more page at either end: a kernel that writes to slot -1, or too far, finds memory there as in an arena.
     arena = nan_arena((num_pages + 2) * unit_bytes).to(DEVICE)
@@ -152,7 +207,7 @@ def check_heads(
         "full",
         num_kv_heads=max(1, num_kv_heads),
         k_dim=head_dim,
-        v_dim=head_dim,
+        v_dim=v_dim,
         itemsize_bytes=cache_dtype.itemsize,
     )
     cache: LayerCache = token_major_cache(
@@ -170,19 +225,30 @@ def check_heads(
 
     query = kernels.heads.transform_heads(
         columns,
-        HeadTransform(query_norm, key_norm, 0.3, cos, sin),
+        HeadTransform(
+            query_norm if has_norms else None,
+            key_norm if has_norms else None,
+            0.3,
+            cos if rotary_dim else None,
+            sin if rotary_dim else None,
+        ),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         cache=cache,
         slots=slots.to(DEVICE),
         k_scale=k_scale,
         v_scale=v_scale,
+        **options,
     )
 
-    parts = columns.cpu().double().unflatten(1, (-1, head_dim))
-    expected_query = rotated64(norm64(parts[:, :num_heads], query_norm, 0.3), cos, sin)
-    expected_keys = rotated64(norm64(parts[:, num_heads : num_heads + num_kv_heads], key_norm, 0.3), cos, sin)
-    expected_values = parts[:, num_heads + num_kv_heads :]
+    sums = columns.cpu().double()
+    if options:
+        sums = sums + options["bias"].cpu().double()
+    queries, keys, expected_values = sums.split(sizes, dim=1)
+    queries, keys = (part.unflatten(1, (-1, head_dim)) for part in (queries, keys))
+    if has_norms:
+        queries, keys = norm64(queries, query_norm, 0.3), norm64(keys, key_norm, 0.3)
+    expected_query, expected_keys = rotated64(queries, cos, sin), rotated64(keys, cos, sin)
     assert (query.dtype, query.shape, query.is_contiguous()) == (dtype, (num_tokens, num_heads, head_dim), True)
     slotted = slots >= 0
     if num_heads:
@@ -191,15 +257,14 @@ def check_heads(
 
     # By plain byte offsets; what has been compared is made NaN again, and then there must be nothing else.
     left = arena.cpu()
-    row_bytes = token_elements * cache_dtype.itemsize
     for token, slot in enumerate(slots.tolist()):
         if slot < 0 or num_kv_heads == 0:
             continue
         page, in_page = divmod(slot, page_tokens)
-        begin = (1 + page) * unit_bytes + offset_bytes + in_page * row_bytes
-        for expected, scale, start in (
-            (expected_keys, k_scale, begin),
-            (expected_values, v_scale, begin + page_tokens * row_bytes),
+        begin = (1 + page) * unit_bytes + offset_bytes
+        for expected, scale, start, row_bytes in (
+            (expected_keys, k_scale, begin + in_page * key_bytes, key_bytes),
+            (expected_values, v_scale, begin + page_tokens * key_bytes + in_page * value_bytes, value_bytes),
         ):
             written = left[start : start + row_bytes]
             assert_near(written.view(cache_dtype), expected[token].flatten() / scale)

@@ -49,6 +49,16 @@ class TestAddNorm:
         assert torch.equal(x, before)
         torch.testing.assert_close(normed.double(), exact_norm(x, next_weight), rtol=1e-6, atol=0)
 
+    @pytest.mark.parametrize("has_y", [True, False])
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_without_a_norm_of_the_sum_it_is_the_sum(self, width, has_y):
+        x, y, post_weight = random(5, width), random(5, width, seed=1), random(width, seed=2)
+        exact_x = x.double() + (exact_norm(y, post_weight) if has_y else 0)
+        assert add_norm(x, y if has_y else None, post_weight if has_y else None, None, EPS) is x
+        torch.testing.assert_close(x.double(), exact_x, rtol=5e-7, atol=5e-7)
+        expected = x + y
+        assert torch.equal(add_norm(x, y, None, None, EPS), expected)
+
     def test_eps_bounds_the_scale_of_a_row_of_zeros(self):
         x, ones = torch.zeros(2, 20), torch.ones(20)
         assert torch.equal(add_norm(x, torch.zeros(2, 20), ones, ones, EPS), torch.zeros(2, 20))

@@ -54,6 +54,26 @@ def test_a_layer_is_its_kernel(kind, num_rows):
     assert torch.equal(layer(x), alone(x))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bias_is_added_to_the_finished_product(kind):
+    """In any company, on any number of threads, and in a part of the outputs as in all of them."""
+    bias, x = random(400, seed=7), random(70, 96)
+    plain, _ = make(kind, 400, 96, seed=1)
+    layer = LinearLayer(list(plain._kept[0]), int8_activations=kind == "w8a8", bias=bias)
+    expected = plain(x) + bias
+    assert not torch.equal(expected, plain(x))
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for begin, end in ((0, 70), (0, 1), (1, 3), (3, 6), (6, 11), (11, 70), (5, 5)):
+            assert torch.equal(layer(x[begin:end]), expected[begin:end])
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 9])
+def test_a_float32_layer_with_bias_is_its_kernel(num_rows):
+    packed, bias, x = pack_weight(random(100, 96)), random(100, seed=7), random(num_rows, 96, seed=2)
+    assert torch.equal(LinearLayer([packed], bias=bias)(x), linear(x, packed, bias))
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 17])
 def test_parts_lie_side_by_side(num_rows):
     float32, blocks, last = (
@@ -64,7 +84,10 @@ def test_parts_lie_side_by_side(num_rows):
     layer = LinearLayer([float32, blocks, last])
     x = random(num_rows, 64, seed=2)
     assert (layer.num_in, layer.num_out) == (64, 60)
-    assert torch.equal(layer(x), torch.cat([linear(x, float32), linear_gguf(x, blocks), linear(x, last)], dim=1))
+    expected = torch.cat([linear(x, float32), linear_gguf(x, blocks), linear(x, last)], dim=1)
+    assert torch.equal(layer(x), expected)
+    bias = random(60, seed=3)
+    assert torch.equal(LinearLayer([float32, blocks, last], bias=bias)(x), expected + bias)
 
 
 def test_weights_that_make_no_layer():
@@ -75,13 +98,17 @@ def test_weights_that_make_no_layer():
         LinearLayer([int8, int8])
     with pytest.raises(ConfigError, match="PackedWeight has none"):
         LinearLayer([float32], int8_activations=True)
+    with pytest.raises(InvariantError, match=r"bias has shape \[15\]; it must be \[16\]"):
+        LinearLayer([float32], bias=torch.zeros(15))
+    with pytest.raises(InvariantError, match=r"bias has dtype torch.bfloat16; it must be torch.float32"):
+        LinearLayer([float32], bias=torch.zeros(16).bfloat16())
     with pytest.raises(InvariantError, match=r"x has shape \[1, 31\]"):
         LinearLayer([float32])(torch.ones(1, 31))
     with pytest.raises(InvariantError, match="contiguous"):
         LinearLayer([float32])(torch.ones(3, 64)[:, :32])
 
 
-def make_tail(kind: str, activation: str, with_post_norms: bool):
+def make_tail(kind: str, activation: str, with_post_norms: bool, with_pre_norms: bool = True):
     """(tail, the same step by step)."""
     (out_proj, attend_out), (gate_up, expand), (down, contract) = (
         make(kind, WIDTH, ATTENDED, 1), make(kind, 2 * MLP_WIDTH, WIDTH, 2), make(kind, WIDTH, MLP_WIDTH, 3),
@@ -90,21 +117,26 @@ def make_tail(kind: str, activation: str, with_post_norms: bool):
     posts = {name: random(WIDTH, seed=seed) for seed, name in enumerate(("post_attention_norm", "post_mlp_norm"), 5)}
     if not with_post_norms:
         posts = dict.fromkeys(posts)
+    if not with_pre_norms:
+        norms = dict.fromkeys(norms)
     tail = LayerTail(out_proj, gate_up, down, **norms, **posts, eps=EPS, activation=activation)
 
     def step_by_step(x, attended):
         normed = add_norm(x, attend_out(attended), posts["post_attention_norm"], norms["pre_mlp_norm"], EPS)
         y = contract(gated_activation(expand(normed), activation))
-        return add_norm(x, y, posts["post_mlp_norm"], norms["following_norm"], EPS)
+        return add_norm(x, y, posts["post_mlp_norm"], norms["following_norm"], EPS).clone()
 
     return tail, step_by_step
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("activation", "with_post_norms"), [("gelu_tanh", True), ("silu", False)])
-def test_a_tail_is_its_kernels_at_every_row_count(kind, activation, with_post_norms):
+@pytest.mark.parametrize(
+    ("activation", "with_post_norms", "with_pre_norms"),
+    [("gelu_tanh", True, True), ("silu", False, True), ("silu", True, False), ("silu", False, False)],
+)
+def test_a_tail_is_its_kernels_at_every_row_count(kind, activation, with_post_norms, with_pre_norms):
     """1,200 rows are more than go through at once."""
-    tail, step_by_step = make_tail(kind, activation, with_post_norms)
+    tail, step_by_step = make_tail(kind, activation, with_post_norms, with_pre_norms)
     x, attended = random(1200, WIDTH), random(1200, ATTENDED, seed=4)
     expected_x = x.clone()
     expected = step_by_step(expected_x, attended)

@@ -243,6 +243,7 @@ WRONG_WEIGHTS = {
     "gguf, type": lambda: GgufWeight(gguf_panels(1, 1, 17, 16), "Q2_K", 16, 32),
     "gguf, panels": lambda: GgufWeight(gguf_panels(1, 1, 17, 16), "Q8_0", 17, 32),
     "gguf, inputs": lambda: GgufWeight(gguf_panels(1, 1, 17, 16), "Q8_0", 16, 96),
+    "gguf, inputs that end inside a block": lambda: GgufWeight(gguf_panels(1, 1, 17, 16), "Q8_0", 16, 40),
     "gguf, words": lambda: GgufWeight(gguf_panels(1, 1, 11, 16), "Q8_0", 16, 32),
     "gguf, dtype": lambda: GgufWeight(gguf_panels(1, 1, 17, 16).short(), "Q8_0", 16, 32),
     "head, slopes": lambda: dataclasses.replace(make_head(), norm_slopes=torch.zeros(16)),
@@ -264,7 +265,7 @@ CALLS_ON_META = {
     "linear_int8": lambda x: linear_int8(x, int8_weight()),
     "linear_int8, bias": lambda x: linear_int8(torch.rand(1, 8), int8_weight(), torch.zeros(20, device=ON_META)),
     "gather_rows_int8": lambda x: gather_rows_int8(int8_weight(), torch.zeros(1, dtype=torch.int64, device=ON_META)),
-    "linear_gguf": lambda x: linear_gguf(x, GgufWeight(gguf_panels(1, 1, 17, 16), "Q8_0", 16, 8)),
+    "linear_gguf": lambda x: linear_gguf(x.repeat(1, 4), GgufWeight(gguf_panels(1, 1, 17, 16), "Q8_0", 16, 32)),
     "softcap": lambda x: softcap(x, 3.0),
     "head": lambda x: make_head().best(x),
 }

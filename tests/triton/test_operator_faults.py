@@ -39,12 +39,24 @@ def narrow_additions(kernels: Kernels) -> None:
     check_add_norm(kernels, width=640, num_rows=2, dtype=torch.bfloat16)
 
 
+def biased_additions(kernels: Kernels) -> None:
+    check_add_norm(kernels, width=120, num_rows=2, dtype=torch.float32, bias_dtype=torch.float32)
+
+
+def bare_additions(kernels: Kernels) -> None:
+    check_add_norm(kernels, width=120, num_rows=2, dtype=torch.float32, has_post=False)
+
+
 def gelus(kernels: Kernels) -> None:
     check_gated(kernels, width=1030, num_rows=2, dtype=torch.float32, activation="gelu_tanh")
 
 
 def silus(kernels: Kernels) -> None:
     check_gated(kernels, width=120, num_rows=2, dtype=torch.float32, activation="silu")
+
+
+def biased_silus(kernels: Kernels) -> None:
+    check_gated(kernels, width=120, num_rows=2, dtype=torch.float32, activation="silu", bias_dtype=torch.bfloat16)
 
 
 def caps(kernels: Kernels) -> None:
@@ -69,6 +81,29 @@ def uneven_heads(kernels: Kernels) -> None:
 def many_heads(kernels: Kernels) -> None:
     """More than one program takes, the last of each kind with room to spare."""
     check_heads(kernels, num_heads=20, num_kv_heads=9, head_dim=256, num_tokens=2)
+
+
+def other_heads(kernels: Kernels) -> None:
+    """A bias, half of each head turned, and values narrower than keys."""
+    check_heads(
+        kernels,
+        num_heads=3,
+        num_kv_heads=2,
+        head_dim=40,
+        v_dim=24,
+        rotary_dim=20,
+        num_tokens=5,
+        page_tokens=3,
+        bias_dtype=torch.float32,
+    )
+
+
+def many_other_heads(kernels: Kernels) -> None:
+    check_heads(kernels, num_heads=20, num_kv_heads=9, head_dim=256, v_dim=128, num_tokens=2)
+
+
+def bare_heads(kernels: Kernels) -> None:
+    check_heads(kernels, num_heads=3, num_kv_heads=2, head_dim=24, num_tokens=3, rotary_dim=0, has_norms=False)
 
 
 def narrow_pages(kernels: Kernels) -> None:
@@ -110,6 +145,11 @@ FAULTS = {
     "eps of the two norms swapped": Fault(
         "norm", "next_weight, next_eps, column", "next_weight, post_eps, column", additions
     ),
+    "bias left out": Fault("norm", "values += tl.load(bias", "values += 0 * tl.load(bias", biased_additions),
+    "bias of the first column": Fault("norm", "tl.load(bias + column", "tl.load(bias + 0 * column", biased_additions),
+    "what is not normed is not added": Fault(
+        "norm", "    added = values\n", "    added = values * 0\n", bare_additions
+    ),
     "norm of what was not rounded": Fault(
         "norm", "normed_row(kept.to(tl.float32)", "normed_row(total", narrow_additions
     ),
@@ -121,16 +161,17 @@ FAULTS = {
     ),
     "silu for gelu": Fault("activation", "gate if IS_SILU else", "gate if not IS_SILU else", gelus),
     "gelu without its cube": Fault("activation", "(gate + 0.044715 * gate * gate * gate)", "gate", gelus),
+    "bias of the gate for both": Fault("activation", "bias + WIDTH + column", "bias + column", biased_silus),
     "half of the exponent": Fault("activation", "1.5957691216057308", "0.7978845608028654", gelus),
     "second block lost": Fault(
         "activation", "tl.program_id(1) * BLOCK + tl.arange", "tl.program_id(1) * 0 + tl.arange", caps
     ),
     "cap not multiplied back": Fault("activation", "capped = softcap * (", "capped = (", caps),
     "tanh of half": Fault("activation", "(2.0 / softcap)", "(1.0 / softcap)", caps),
-    "mean over half of a head": Fault("heads", "second * second, 1) / DIM", "second * second, 1) / half", uneven_heads),
+    "mean over half of a head": Fault("heads", "squares / DIM", "squares / HALF", uneven_heads),
     "norm of the first half alone": Fault("heads", "first * first + second * second", "first * first", uneven_heads),
-    "weights of one half for both": Fault("heads", "weight + half + column", "weight + column", uneven_heads),
-    "key norm on queries": Fault("heads", "tile, query_weight, cos", "tile, key_weight, cos", uneven_heads),
+    "weights of one half for both": Fault("heads", "weight + HALF + column", "weight + column", uneven_heads),
+    "key norm on queries": Fault("heads", "            query_weight,", "            key_weight,", uneven_heads),
     "turned the other way": Fault("heads", "first * c - second * s", "first * c + second * s", uneven_heads),
     "half of a head turned": Fault("heads", "as_stored(second * c + first * s,", "as_stored(second,", uneven_heads),
     "angles of the first token": Fault(
@@ -155,7 +196,29 @@ FAULTS = {
     ),
     "second tile lost": Fault("heads", "head = tile * TILE +", "head = tile * 0 +", many_heads),
     "tiles of K counted from those of Q": Fault("heads", "tile -= query_tiles", "tile -= 0", many_heads),
-    "values behind the last head": Fault("heads", " & (element < key_size)", "", many_heads),
+    "bias of queries on keys": Fault("heads", "bias if bias is None else bias + query_size", "bias", other_heads),
+    "bias of keys on values": Fault(
+        "heads", "query_size + key_size + element, present", "element, present", other_heads
+    ),
+    "bias of the first half for both": Fault("heads", "bias, offsets + HALF, mask", "bias, offsets, mask", other_heads),
+    "no bias on what is not turned": Fault(
+        "heads", "rest = with_bias(rest, bias, rest_offsets, rest_mask)", "pass", other_heads
+    ),
+    "mean over what is turned": Fault("heads", "squares += tl.sum(rest * rest, 1)", "pass", other_heads),
+    "one weight for what is not turned": Fault(
+        "heads", "weight + rest_column", "weight + 0 * rest_column", other_heads
+    ),
+    "what is not turned is not stored": Fault(
+        "heads", "mask=rest_mask)\n\n", "mask=rest_mask & False)\n\n", other_heads
+    ),
+    "values taken for as wide as keys": Fault("heads", "VALUE_DIM != DIM", "VALUE_DIM == DIM", other_heads),
+    "tiles of values as wide as those of keys": Fault(
+        "heads", "tile * (KV_TILE * VALUE_DIM)", "tile * (KV_TILE * DIM)", many_other_heads
+    ),
+    "first half for both where none is turned": Fault(
+        "heads", "as_stored(second, target", "as_stored(first, target", bare_heads
+    ),
+    "values behind the last head": Fault("heads", " & (element < value_size)", "", many_heads),
     "rounded to the model's dtype": Fault(
         "heads", "return stored(x, target", "return stored(x.to(tl.bfloat16), target", narrow_pages
     ),

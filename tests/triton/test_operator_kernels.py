@@ -41,6 +41,26 @@ HEADS: dict[str, list[Any]] = {
     "scales": [(1.0, 1.0), (0.3, 1.0), (1.0, 5.0), (0.001, 0.2)],
 }
 
+# What models may lack or have more: each pair of options at least once.
+OTHER_ADDITIONS: dict[str, list[Any]] = {
+    "has_post": [False, True],
+    "has_next": [False, True],
+    "bias_dtype": [None, *DTYPES],
+    **ROWS,
+}
+OTHER_HEADS: dict[str, list[Any]] = {
+    "heads": [(4, 1), (9, 3), (14, 2), (3, 3), (20, 9), (0, 2), (5, 0)],
+    "dims": [(64, 64), (96, 64), (64, 128), (16, 80), (40, 24), (256, 256)],
+    "rotary": ["none", "a pair", "a part", "all"],
+    "has_norms": [False, True],
+    "bias_dtype": [None, *DTYPES],
+    "num_tokens": [5, 1],
+    "dtype": DTYPES,
+    "cache_dtype": [None, torch.float32, torch.float8_e4m3fn],
+    "page_tokens": [1, 3, 16],
+    "has_unslotted": [False, True],
+}
+
 # The interpreter computes exp in NumPy, which says when it overflows; to infinity is what the formulas ask for.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
@@ -80,6 +100,69 @@ def test_heads(row: dict[str, Any]) -> None:
         v_scale=v_scale,
         **row,
     )
+
+
+@pytest.mark.parametrize("row", pairwise(OTHER_ADDITIONS), ids=label)
+def test_additions_with_and_without_norms_and_bias(row: dict[str, Any]) -> None:
+    check_add_norm(KERNELS, **row)
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
+@pytest.mark.parametrize("bias_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "dtype"), [(79, torch.float32), (640, torch.bfloat16), (1152, torch.float16)])
+def test_gated_activations_with_bias(width: int, dtype: torch.dtype, bias_dtype: torch.dtype, activation: str) -> None:
+    check_gated(KERNELS, width=width, num_rows=3, dtype=dtype, activation=activation, bias_dtype=bias_dtype)
+
+
+@pytest.mark.parametrize("row", pairwise(OTHER_HEADS), ids=label)
+def test_heads_with_and_without_norms_bias_and_rotary(row: dict[str, Any]) -> None:
+    row = dict(row)
+    num_heads, num_kv_heads = row.pop("heads")
+    head_dim, v_dim = row.pop("dims")
+    rotary_dim = {"none": 0, "a pair": 2, "a part": 2 * (head_dim // 5), "all": head_dim}[row.pop("rotary")]
+    check_heads(
+        KERNELS,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_dim=v_dim,
+        rotary_dim=rotary_dim,
+        unslotted=[0, 2][: row["num_tokens"] // 2] if row.pop("has_unslotted") else [],
+        **row,
+    )
+
+
+@pytest.mark.parametrize("rotary", [None, 4, 8])
+def test_a_token_alone_has_the_bits_that_it_has_among_others(rotary: int | None) -> None:
+    """With and without norms and bias, queries and pages."""
+    generator = torch.Generator().manual_seed(3)
+    columns = torch.randn(4, 2 * 16 + 2 * (16 + 32), generator=generator).to(DEVICE)
+    bias, weight = (torch.randn(size, generator=generator).to(DEVICE) for size in (columns.shape[1], 16))
+    cos, sin = (torch.randn(4, 1, rotary or 1, generator=generator).to(DEVICE) for _ in range(2))
+    tables = (None, None) if rotary is None else (cos, sin)
+
+    def moved(rows: torch.Tensor, norm_weight: torch.Tensor | None, given_bias: torch.Tensor | None) -> torch.Tensor:
+        pages = [torch.zeros(4, 1, 2, dim, device=DEVICE) for dim in (16, 32)]
+        queries = heads.transform_heads(
+            columns[rows],
+            HeadTransform(norm_weight, norm_weight, 0.1, *tables).of_rows(rows),
+            num_heads=2,
+            num_kv_heads=2,
+            cache=LayerCache(*pages),
+            slots=rows,
+            bias=given_bias,
+        )
+        return torch.cat([queries.flatten(1), *(page.flatten(1)[rows] for page in pages)], dim=1)
+
+    seen = []
+    for norm_weight in (None, weight):
+        for given_bias in (None, bias):
+            together = moved(torch.arange(4, device=DEVICE), norm_weight, given_bias)
+            for row in range(4):
+                alone = moved(torch.tensor([row], device=DEVICE), norm_weight, given_bias)
+                assert torch.equal(alone[0], together[row])
+            seen.append(together)
+    assert all(not torch.equal(one, other) for i, one in enumerate(seen) for other in seen[:i])
 
 
 def test_rows_as_wide_as_a_program_takes() -> None:
@@ -192,9 +275,24 @@ def heads_arguments(**overrides: Any) -> dict[str, Any]:
         ({"slots": torch.zeros(2, dtype=torch.int64)}, r"\[2\] slots for 3 tokens"),
         ({"cache": LayerCache(*[torch.zeros(4, 2, 4, 16).transpose(1, 2)] * 2)}, "token-major pages of 2 heads of 16"),
         (
-            {"transform": HeadTransform(None, torch.ones(16), 1e-6, *[torch.ones(3, 1, 8)] * 2)},
-            r"query_norm is None.*float32 \[16\]",
+            {"transform": HeadTransform(torch.ones(8), torch.ones(16), 1e-6, *[torch.ones(3, 1, 8)] * 2)},
+            r"query_norm is torch.float32 \[8\].*float32 \[16\]",
         ),
+        (
+            {"transform": HeadTransform(None, torch.ones(16).half(), 1e-6, *[torch.ones(3, 1, 8)] * 2)},
+            r"key_norm is torch.float16 \[16\].*float32 \[16\], or None",
+        ),
+        (
+            {"transform": HeadTransform(None, None, 1e-6, *[torch.ones(3, 1, 9)] * 2)},
+            r"cos has shape \[3, 1, 9\].*at most 8",
+        ),
+        (
+            {"transform": HeadTransform(None, None, 1e-6, torch.ones(3, 1, 8), torch.ones(3, 1, 4))},
+            r"sin has shape \[3, 1, 4\].*the same n for both",
+        ),
+        ({"transform": HeadTransform(None, None, 1e-6, torch.ones(3, 1, 8), None)}, "sin is None and the other is not"),
+        ({"bias": torch.zeros(95)}, r"bias is torch.float32 \[95\].*\[96\], or None"),
+        ({"bias": torch.zeros(96, dtype=torch.int64)}, r"bias is torch.int64 \[96\].*contiguous floats"),
         (
             {"transform": HeadTransform(torch.ones(16), torch.ones(16), 1e-6, *[torch.ones(2, 1, 8)] * 2)},
             r"cos has shape \[2, 1, 8\]",
@@ -225,6 +323,10 @@ def test_rows_that_the_kernels_would_misread_are_refused() -> None:
         norm.add_norm(x, x[:2], **rest)
     with pytest.raises(InvariantError, match=r"next_weight is .*\[4\]"):
         norm.add_norm(x, x, **rest | {"next_weight": weight[:4]})
+    with pytest.raises(InvariantError, match=r"bias is torch.float32 \[4\].*\[8\], or None"):
+        norm.add_norm(x, x, **rest, bias=weight[:4])
+    with pytest.raises(InvariantError, match=r"bias is torch.float32 \[4\].*\[8\], or None"):
+        activation.gated_activation(x, "silu", weight[:4])
     with pytest.raises(InvariantError, match="gate_up has 7 columns"):
         activation.gated_activation(x[:, :7], "silu")
     with pytest.raises(InvariantError, match="activation='relu' is not known; choose one of gelu_tanh, silu"):

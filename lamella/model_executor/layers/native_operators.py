@@ -155,7 +155,7 @@ class NativeOperators:
         has_kv = config.kv_owner is None
         backend, place = _native(step), step.place(layer.index, has_kv=has_kv)
         eps = 0.0 if attention.q_norm is None else attention.q_norm.eps
-        transform = HeadTransform(_weight(attention.q_norm), _weight(attention.k_norm), eps, *rotary)
+        transform = HeadTransform(_weight(attention.q_norm), _weight(attention.k_norm), eps, *(rotary or (None, None)))
         queries = project(self, projection, normed if rows is None else normed[rows], slice(0, num_query))
         if has_kv:
             keys_values = project(self, projection, normed, slice(num_query, projection.num_out))

@@ -122,7 +122,7 @@ def _with(config: ConfigJson, defaults: Mapping[str, int], key: str) -> int:
 def _rotary(config: ConfigJson, head_dim: int) -> RotaryConfig:
     """The old key `rope_scaling` wins over `rope_parameters`, and a theta beside them fills in theirs, as in
     transformers (`convert_rope_params_to_dict`)."""
-    key = "rope_scaling" if config.fields.optional_object("rope_scaling") else "rope_parameters"
+    key = "rope_scaling" if list(config.fields.optional_object("rope_scaling")) else "rope_parameters"
     parameters = config.fields.optional_object(key)
     if parameters.has_value("type") and not parameters.has_value("rope_type"):
         old_name = TypedFields({"rope_type": parameters.string("type"), "type": None}, parameters.place)

@@ -7,8 +7,6 @@
 
 namespace {
 
-constexpr int64_t PARALLEL_FLOATS = 16384;  // below, waking a thread takes longer than the work
-
 // visit(start, count) for each vector of a row; the last may be shorter than VEC_LANES.
 template <class Visit>
 LAMELLA_INLINE void for_each_vec(int64_t width, Visit visit) {
@@ -87,7 +85,7 @@ void gated(const float* gate_up, int64_t step, int64_t num_rows, int64_t width, 
 }  // namespace
 
 // x[num_rows, width] += rms_norm(y) * post_weight, or += y without post_weight, or nothing without y; then
-// out = rms_norm(x) * next_weight.
+// out = rms_norm(x) * next_weight, or = x without next_weight. out null: x alone.
 LAMELLA_EXPORT void lamella_add_norm(float* x, int64_t x_step, const float* y, int64_t y_step,
                                      const float* post_weight, const float* next_weight, float eps, int64_t num_rows,
                                      int64_t width, float* out) {
@@ -106,8 +104,13 @@ LAMELLA_EXPORT void lamella_add_norm(float* x, int64_t x_step, const float* y, i
                 put(sum + start, get(sum + start, count) + get(added + start, count), count);
             });
         }
-        const Vec scale = inverse_rms(sum, width, eps);
+        if (!out) continue;
         float* const to = out + row * width;
+        if (!next_weight) {
+            std::memcpy(to, sum, size_t(width) * sizeof(float));
+            continue;
+        }
+        const Vec scale = inverse_rms(sum, width, eps);
         for_each_vec(width, [&](int64_t start, int count) {
             put(to + start, get(sum + start, count) * scale * get(next_weight + start, count), count);
         });

@@ -139,9 +139,13 @@ void gather(const Linear& linear, const int64_t* ids, int64_t num_ids, float fac
 
 // Formats by GGUF's own numbers of them; `depth` is a multiple of the format's block.
 #define LAMELLA_FORMATS(CASE) \
+    CASE(2, Q4_0)             \
+    CASE(3, Q4_1)             \
     CASE(6, Q5_0)             \
+    CASE(7, Q5_1)             \
     CASE(8, Q8_0)             \
     CASE(12, Q4_K)            \
+    CASE(13, Q5_K)            \
     CASE(14, Q6_K)
 
 // x [num_rows][depth] times the panels' weights: out [num_rows][num_columns], rows out_step apart.

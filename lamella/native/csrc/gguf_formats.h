@@ -30,8 +30,71 @@ LAMELLA_INLINE Vec half_to_float(IntVec lanes) {
     return value;
 }
 
+// A weight is level * scale + offset.
+struct Range {
+    Vec scale, offset;
+};
+
+// A chunk of 4-bit levels. Products are exact, of at most 17 bits by 4, so fused and separate rounding agree.
+struct Nibbles {
+    IntVec low;
+    Range range;
+    LAMELLA_INLINE Vec of(const Nibbles& chunk, int step) {
+        return fma(to_float((chunk.low >> (4 * step)) & 15), chunk.range.scale, chunk.range.offset);
+    }
+};
+
+// A chunk of 5-bit levels, their highest bits apart. Products are exact, of at most 17 bits by 5.
+struct FiveBits {
+    IntVec low, high;
+    Range range;
+    LAMELLA_INLINE Vec of(const FiveBits& chunk, int step) {
+        const IntVec top = step < 4 ? chunk.high << (4 - step) : chunk.high >> (step - 4);
+        const IntVec level = ((chunk.low >> (4 * step)) & 15) | (top & 16);
+        return fma(to_float(level), chunk.range.scale, chunk.range.offset);
+    }
+};
+
+// Of the formats of 256 inputs whose block begins with [d | dmin << 16], 2 words of 6-bit factors of d as bytes and
+// 2 of dmin's: what a group's weights are made of.
+LAMELLA_INLINE Range range_of_k(const int32_t* words, int group) {
+    const IntVec ranges = load_word(words, 0);
+    const int shift = 8 * (group % 4);
+    const Vec factor = to_float((load_word(words, 1 + group / 4) >> shift) & 255);
+    const Vec lowest = to_float((load_word(words, 3 + group / 4) >> shift) & 255);
+    return {half_to_float(ranges) * factor, -(half_to_float(ranges >> 16) * lowest)};
+}
+
 // Each format: words of a block and the groups in it; what a group's chunks share (Scale); the fields of a chunk; and
 // the weight of a step of it. `words` points to a block, at the first lane of the register.
+
+// 32 x ((q - 8) * d), q of 4 bits. Block of two groups: [d | d' << 16], then 4 words of nibbles for each group.
+struct Q4_0 {
+    static constexpr int GROUPS = 2, WORDS = 9;
+    typedef Range Scale;
+    typedef Nibbles Chunk;
+    LAMELLA_INLINE Scale scale(const int32_t* words, int group) {
+        const Vec scale = half_to_float(load_word(words, 0) >> (16 * group));
+        return {scale, scale * broadcast(-8.0f)};
+    }
+    LAMELLA_INLINE Chunk chunk(const int32_t* words, int group, int index, Scale scale) {
+        return {load_word(words, 1 + 4 * group + index), scale};
+    }
+};
+
+// 32 x (q * d + m), q of 4 bits. Block of one group: [d | m << 16], then 4 words of nibbles.
+struct Q4_1 {
+    static constexpr int GROUPS = 1, WORDS = 5;
+    typedef Range Scale;
+    typedef Nibbles Chunk;
+    LAMELLA_INLINE Scale scale(const int32_t* words, int) {
+        const IntVec ranges = load_word(words, 0);
+        return {half_to_float(ranges), half_to_float(ranges >> 16)};
+    }
+    LAMELLA_INLINE Chunk chunk(const int32_t* words, int, int index, Scale scale) {
+        return {load_word(words, 1 + index), scale};
+    }
+};
 
 // 32 x (int8 * d). Block of two groups: [d | d' << 16], then 8 words of 4 bytes for each group.
 struct Q8_0 {
@@ -59,23 +122,28 @@ struct Q8_0 {
 struct Q5_0 {
     static constexpr int GROUPS = 2, WORDS = 11;
     typedef Vec Scale;
-    struct Chunk {
-        IntVec low, high;
-        Vec scale, offset;
-        // d * q - 16 d is exact: 11 bits by 5
-        LAMELLA_INLINE Vec of(const Chunk& chunk, int step) {
-            const IntVec top = step < 4 ? chunk.high << (4 - step) : chunk.high >> (step - 4);
-            const IntVec level = ((chunk.low >> (4 * step)) & 15) | (top & 16);
-            return fma(to_float(level), chunk.scale, chunk.offset);
-        }
-    };
+    typedef FiveBits Chunk;
     LAMELLA_INLINE Scale scale(const int32_t* words, int group) {
         return half_to_float(load_word(words, 0) >> (16 * group));
     }
     LAMELLA_INLINE Chunk chunk(const int32_t* words, int group, int index, Scale scale) {
         const int word = 1 + 5 * group;
-        return {load_word(words, word + index), load_word(words, word + 4) >> (8 * index), scale,
-                scale * broadcast(-16.0f)};
+        return {load_word(words, word + index), load_word(words, word + 4) >> (8 * index),
+                {scale, scale * broadcast(-16.0f)}};
+    }
+};
+
+// 32 x (q * d + m), q of 5 bits. Block of one group: [d | m << 16], then 4 words of nibbles and one of the highest bits.
+struct Q5_1 {
+    static constexpr int GROUPS = 1, WORDS = 6;
+    typedef Range Scale;
+    typedef FiveBits Chunk;
+    LAMELLA_INLINE Scale scale(const int32_t* words, int) {
+        const IntVec ranges = load_word(words, 0);
+        return {half_to_float(ranges), half_to_float(ranges >> 16)};
+    }
+    LAMELLA_INLINE Chunk chunk(const int32_t* words, int, int index, Scale scale) {
+        return {load_word(words, 1 + index), load_word(words, 5) >> (8 * index), scale};
     }
 };
 
@@ -83,26 +151,23 @@ struct Q5_0 {
 // 2 words of s, 2 of m (bytes), then 4 words of nibbles for each group.
 struct Q4_K {
     static constexpr int GROUPS = 8, WORDS = 37;
-    struct Scale {
-        Vec scale, offset;
-    };
-    struct Chunk {
-        IntVec low;
-        Scale scale;
-        // products are exact (17 bits by 4): fused and separate rounding agree
-        LAMELLA_INLINE Vec of(const Chunk& chunk, int step) {
-            return fma(to_float((chunk.low >> (4 * step)) & 15), chunk.scale.scale, chunk.scale.offset);
-        }
-    };
-    LAMELLA_INLINE Scale scale(const int32_t* words, int group) {
-        const IntVec ranges = load_word(words, 0);
-        const int shift = 8 * (group % 4);
-        const Vec factor = to_float((load_word(words, 1 + group / 4) >> shift) & 255);
-        const Vec lowest = to_float((load_word(words, 3 + group / 4) >> shift) & 255);
-        return {half_to_float(ranges) * factor, -(half_to_float(ranges >> 16) * lowest)};
-    }
+    typedef Range Scale;
+    typedef Nibbles Chunk;
+    LAMELLA_INLINE Scale scale(const int32_t* words, int group) { return range_of_k(words, group); }
     LAMELLA_INLINE Chunk chunk(const int32_t* words, int group, int index, Scale scale) {
         return {load_word(words, 5 + 4 * group + index), scale};
+    }
+};
+
+// As Q4_K with q of 5 bits: for each group 4 words of nibbles and one of the highest bits.
+struct Q5_K {
+    static constexpr int GROUPS = 8, WORDS = 45;
+    typedef Range Scale;
+    typedef FiveBits Chunk;
+    LAMELLA_INLINE Scale scale(const int32_t* words, int group) { return range_of_k(words, group); }
+    LAMELLA_INLINE Chunk chunk(const int32_t* words, int group, int index, Scale scale) {
+        const int word = 5 + 5 * group;
+        return {load_word(words, word + index), load_word(words, word + 4) >> (8 * index), scale};
     }
 };
 

@@ -3,6 +3,8 @@
 
 #include "pages.h"
 
+constexpr int64_t PARALLEL_FLOATS = 16384;  // element by element; below, waking a thread takes longer than the work
+
 struct Batch;  // attention.cpp
 
 // Mirrored by `RopeInput` in native/attention.py.
@@ -14,8 +16,8 @@ struct RopeInput {
     const float* query_weight;  // [k_dim] or null: no norm
     const float* key_weight;    // [k_dim] or null: no norm
     float eps;
-    int64_t rotary_dim;
-    const float* cos;  // [rows][rotary_dim / 2], rows a stride apart
+    int64_t rotary_dim;  // the first dimensions of a head; 0: none are rotated, and there are no tables
+    const float* cos;    // [rows][rotary_dim / 2], rows a stride apart
     const float* sin;
     int64_t table_stride;
     const int64_t* positions;  // each token's row of the tables; null: row i is token i's

@@ -23,13 +23,15 @@ struct Part {
 struct Linear {
     const Part* parts;
     int64_t num_parts, num_columns, depth;
+    const float* bias;  // [num_columns], over all parts; null: none
 };
 
 struct LayerTail {
     Linear out_proj, gate_up_proj, down_proj;
-    const float* post_attention_norm;  // null: no norm
+    // Each may be null: no norm.
+    const float* post_attention_norm;
     const float* pre_mlp_norm;
-    const float* post_mlp_norm;  // null: no norm
+    const float* post_mlp_norm;
     const float* following_norm;
     float eps;
     int64_t is_silu;  // else gelu_tanh
@@ -39,7 +41,7 @@ struct LayerTail {
 struct Attention {
     Linear qkv_proj;  // columns of num_heads query heads, then the KV heads' keys, then their values
     const float* query_norm;  // null: no norm
-    const float* key_norm;
+    const float* key_norm;    // null: no norm
     float eps;
     int64_t num_heads;
     const Pages* pages;
@@ -61,12 +63,23 @@ struct LayerStep {
     const int64_t* slots;  // [num_rows]
     const float* cos;      // [num_rows][rotary_dim / 2]
     const float* sin;
-    int64_t rotary_dim;
+    int64_t rotary_dim;    // the first dimensions of a head; 0: none are rotated, and there are no tables
 };
+
+// out[num_rows][num_columns] += bias. One addition to a finished sum, whatever computed it: a row's bits do not depend
+// on the number of rows, which decides how sums are computed.
+void add_bias(const float* bias, int64_t num_rows, int64_t num_columns, float* out) {
+#pragma omp parallel for schedule(static) if (num_rows * num_columns > PARALLEL_FLOATS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        float* const to = out + row * num_columns;
+        for (int64_t column = 0; column < num_columns; column++) to[column] += bias[column];
+    }
+}
 
 // x [num_rows][depth] -> out [num_rows][num_columns]
 void multiply(const Linear& layer, const float* x, int64_t num_rows, float* out) {
     const int64_t depth = layer.depth, step = layer.num_columns;
+    float* const first = out;
     for (int64_t index = 0; index < layer.num_parts; index++) {
         const Part& part = layer.parts[index];
         const int8_t* bytes = static_cast<const int8_t*>(part.panels);
@@ -87,10 +100,11 @@ void multiply(const Linear& layer, const float* x, int64_t num_rows, float* out)
         }
         out += part.num_columns;
     }
+    if (layer.bias) add_bias(layer.bias, num_rows, step, first);
 }
 
 // attended [num_rows][out_proj.depth] is taken into x [num_rows][width], then the MLP's result;
-// normed [num_rows][width] = following_norm(x).
+// normed [num_rows][width] = following_norm(x), or x where that norm is null.
 void finish_layer(const LayerTail& tail, float* x, const float* attended, int64_t num_rows, float* normed) {
     const int64_t width = tail.out_proj.num_columns, mlp_width = tail.down_proj.depth;
     const int64_t block_rows = std::max<int64_t>(MIN_BLOCK_ROWS, 128 * omp_get_max_threads());

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from lamella.errors import InvariantError
-from lamella.model_executor.layers.triton.rows import check_rows, launch_options
+from lamella.model_executor.layers.triton.rows import check_bias, check_rows, launch_options
 
 BLOCK_ELEMENTS = 1024
 ACTIVATIONS = ("gelu_tanh", "silu")
@@ -18,14 +18,18 @@ _TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
 @triton.jit
-def gated_kernel(gate_up, out, row_stride, WIDTH: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, block of its WIDTH results). A row is gate [WIDTH], then up [WIDTH]; out is contiguous."""
+def gated_kernel(gate_up, bias, out, row_stride, WIDTH: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, block of its WIDTH results). A row, and `bias` unless it is None, is gate [WIDTH], then up [WIDTH];
+    out is contiguous."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     present = column < WIDTH
     source = gate_up + row * row_stride + column
     gate = tl.load(source, mask=present, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, mask=present, other=0.0).to(tl.float32)
+    if bias is not None:
+        gate += tl.load(bias + column, mask=present, other=0.0).to(tl.float32)
+        up += tl.load(bias + WIDTH + column, mask=present, other=0.0).to(tl.float32)
     # 0.5 (1 + tanh z) = 1 / (1 + e^-2z), which neither overflows nor cancels: both are a gate times a logistic.
     exponent = gate if IS_SILU else _TWICE_SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
     activated = gate / (1.0 + tl.exp(-exponent))
@@ -44,20 +48,22 @@ def softcap_kernel(logits, out, row_stride, softcap, WIDTH: tl.constexpr, BLOCK:
     tl.store(out + row * WIDTH + column, capped, mask=present)
 
 
-def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def gated_activation(gate_up: torch.Tensor, activation: str, bias: torch.Tensor | None = None) -> torch.Tensor:
     """gate_up [T, 2 * width], gate first -> activation(gate) * up, contiguous [T, width] of its dtype. Rows may lie
-    apart. Raises InvariantError for an activation that is not in ACTIVATIONS, and for other shapes."""
+    apart. bias: of the projection that made gate_up, [2 * width] of any float dtype, added first. Raises InvariantError
+    for an activation that is not in ACTIVATIONS, and for other shapes."""
     if activation not in ACTIVATIONS:
         raise InvariantError(f"activation={activation!r} is not known; choose one of {', '.join(ACTIVATIONS)}")
     check_rows("gate_up", gate_up)
     num_rows, columns = gate_up.shape
     if columns % 2:
         raise InvariantError(f"gate_up has {columns} columns; half are the gate, so their number must be even")
+    check_bias("bias", bias, columns)
     out = gate_up.new_empty(num_rows, columns // 2)
     if num_rows:
         constants = gated_constants(columns // 2, activation)
         grid = (num_rows, triton.cdiv(columns // 2, BLOCK_ELEMENTS))
-        gated_kernel[grid](gate_up, out, gate_up.stride(0), **constants)
+        gated_kernel[grid](gate_up, bias, out, gate_up.stride(0), **constants)
     return out
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from lamella.errors import ConfigError, InvariantError
-from lamella.model_executor.layers.triton.rows import check_rows, launch_options
+from lamella.model_executor.layers.triton.rows import check_bias, check_rows, launch_options
 
 MAX_WIDTH = 16384  # of a row that one program's registers hold
 
@@ -40,6 +40,7 @@ def norm_kernel(x, weight, out, x_row_stride, eps, WIDTH: tl.constexpr, BLOCK: t
 def add_norm_kernel(
     x,
     y,
+    bias,
     post_weight,
     next_weight,
     out,
@@ -50,19 +51,27 @@ def add_norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row): x += norm(y) in place, and out, which is contiguous, the norm of that."""
+    """Program (row): x += norm(y + bias) in place, and out, which is contiguous, the norm of that.
+
+    bias, post_weight (then y is added as it is) and next_weight (then there is no out) may each be None.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     present = column < WIDTH
     residual = x + row * x_row_stride + column
     values = tl.load(y + row * y_row_stride + column, mask=present, other=0.0).to(tl.float32)
-    added = normed_row(values, post_weight, post_eps, column, present, WIDTH)
+    if bias is not None:
+        values += tl.load(bias + column, mask=present, other=0.0).to(tl.float32)
+    added = values
+    if post_weight is not None:
+        added = normed_row(values, post_weight, post_eps, column, present, WIDTH)
     total = tl.load(residual, mask=present, other=0.0).to(tl.float32) + added
     # What is normed is what is kept: x as any later reader finds it.
     kept = total.to(x.dtype.element_ty)
     tl.store(residual, kept, mask=present)
-    normed = normed_row(kept.to(tl.float32), next_weight, next_eps, column, present, WIDTH)
-    tl.store(out + row * WIDTH + column, normed.to(out.dtype.element_ty), mask=present)
+    if next_weight is not None:
+        normed = normed_row(kept.to(tl.float32), next_weight, next_eps, column, present, WIDTH)
+        tl.store(out + row * WIDTH + column, normed.to(out.dtype.element_ty), mask=present)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -81,28 +90,33 @@ def add_norm(
     x: torch.Tensor,
     y: torch.Tensor,
     *,
-    post_weight: torch.Tensor,
+    post_weight: torch.Tensor | None,
     post_eps: float,
-    next_weight: torch.Tensor,
+    next_weight: torch.Tensor | None,
     next_eps: float,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x += rms_norm(y) * post_weight, in place; returns rms_norm(x) * next_weight of the new x.
+    """x += rms_norm(y + bias) * post_weight, in place; returns rms_norm(x) * next_weight of the new x.
 
-    x, y [T, width] of one dtype, rows adjacent or apart; weights float32 [width]. The result is contiguous and of x's
-    dtype. Raises as `rms_norm`.
+    Without post_weight x += y + bias; without next_weight x itself is returned. bias: of the projection that made y,
+    [width] of any float dtype. x, y [T, width] of one dtype, rows adjacent or apart; weights float32 [width]. The
+    result is contiguous and of x's dtype. Raises as `rms_norm`.
     """
     check_rows("x", x)
     num_rows, width = x.shape
     check_rows("y", y, width)
     if y.shape[0] != num_rows:
         raise InvariantError(f"y has {y.shape[0]} rows and x has {num_rows}; each row of y goes to one of x")
-    _check_weight("post_weight", post_weight, width)
-    _check_weight("next_weight", next_weight, width)
-    out = x.new_empty(num_rows, width)
+    for name, weight in (("post_weight", post_weight), ("next_weight", next_weight)):
+        if weight is not None:
+            _check_weight(name, weight, width)
+    check_bias("bias", bias, width)
+    out = None if next_weight is None else x.new_empty(num_rows, width)
     if num_rows:
         add_norm_kernel[(num_rows,)](
             x,
             y,
+            bias,
             post_weight,
             next_weight,
             out,
@@ -112,7 +126,7 @@ def add_norm(
             next_eps,
             **norm_constants(width),
         )
-    return out
+    return x if out is None else out
 
 
 def norm_constants(width: int) -> dict[str, Any]:

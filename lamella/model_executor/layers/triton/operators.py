@@ -90,10 +90,10 @@ class TritonOperators:
         normed = add_norm(
             x,
             y,
-            post_weight=post_norm.weight,
-            post_eps=post_norm.eps,
-            next_weight=next_norm.weight,
-            next_eps=next_norm.eps,
+            post_weight=None if post_norm is None else post_norm.weight,
+            post_eps=0.0 if post_norm is None else post_norm.eps,
+            next_weight=None if next_norm is None else next_norm.weight,
+            next_eps=0.0 if next_norm is None else next_norm.eps,
         )
         return x, normed
 
@@ -113,8 +113,13 @@ def _place(step: StepAttention, layer: DecoderLayer) -> LayerPlace:
 
 
 def _transform(layer: DecoderLayer, rotary: Rotary | None) -> HeadTransform:
-    attention = layer.attention
-    return HeadTransform(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps, *rotary)
+    q_norm, k_norm = layer.attention.q_norm, layer.attention.k_norm
+    return HeadTransform(
+        None if q_norm is None else q_norm.weight,
+        None if k_norm is None else k_norm.weight,
+        0.0 if q_norm is None else q_norm.eps,
+        *(rotary or (None, None)),
+    )
 
 
 def _heads(

@@ -24,6 +24,14 @@ def check_rows(name: str, x: torch.Tensor, width: int | None = None) -> None:
         raise InvariantError(f"{name} has strides {x.stride()}; the elements of a row must be adjacent")
 
 
+def check_bias(name: str, bias: torch.Tensor | None, width: int) -> None:
+    """Whether `bias` is None, or [width] of a float dtype with its elements side by side. Raises InvariantError."""
+    if bias is not None and (tuple(bias.shape) != (width,) or not bias.is_contiguous() or not bias.is_floating_point()):
+        raise InvariantError(
+            f"{name} is {bias.dtype} {list(bias.shape)}; the kernels take contiguous floats [{width}], or None"
+        )
+
+
 def launch_options(block: int) -> dict[str, Any]:
     """What the compiler is told about programs of `block` elements, a power of two. Fused multiply-add is spelled out:
     its default differs between versions."""
