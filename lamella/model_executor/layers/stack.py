@@ -40,7 +40,7 @@ class Stack:
         model, operators = self.model, self.operators
         tables = self._rotary_embeddings.tables(positions)
         x = operators.embed(model.embed_tokens, token_ids, model.config.embedding_scale)
-        normed = x if self._first_norm is None else operators.norm(x, self._first_norm)
+        normed = x.clone() if self._first_norm is None else operators.norm(x, self._first_norm)
         first, num_layers = 0, len(model.layers)
         while first < num_layers:
             # As many layers at once as all tokens leave, and with them the first that only some leave.

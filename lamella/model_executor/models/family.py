@@ -14,12 +14,12 @@ from lamella.model_executor.models.weight_map import WeightMap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """architectures: of config.json's `architectures` and `model_type`, those whose whole file describes the text model;
-    multimodal_architectures: those where `text_config` does.
+    """architectures: of config.json's `architectures` and `model_type`, those whose whole file describes the text
+    model; multimodal_architectures: those where `text_config` does.
 
     config_from_json(whole file, the part that describes the text model, generation_config.json's end tokens or None)
-    and config_from_gguf(metadata, tensor names) raise ModelLoadError for a variant that is not built. The GGUF fields are
-    None where files of the family come under another architecture's name.
+    and config_from_gguf(metadata, tensor names) raise ModelLoadError for a variant that is not built. The GGUF fields
+    are None where files of the family come under another architecture's name.
     """
 
     name: str
@@ -32,7 +32,8 @@ class Family:
 
 
 def checked(config: ModelConfig, place: str) -> ModelConfig:
-    """`config`, once its parts are known to fit each other. place: the file, for the ModelLoadError where they do not."""
+    """`config`, once its parts are known to fit each other. place: the file, for the ModelLoadError of those that do
+    not."""
     for layer in config.layers:
         attention = layer.attention
         if attention.num_heads % attention.num_kv_heads:
