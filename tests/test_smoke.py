@@ -199,6 +199,7 @@ def test_no_circle_of_files():
 
 def test_scheduling_knows_no_models():
     own = "lamella.engine.scheduling"
+    assert f"{own}.scheduler" in imports_within()
     foreign = {
         f"{module} imports {name}"
         for module, imported in imports_within().items()
