@@ -24,6 +24,9 @@ FLOORS = (
     "attention",
     "kv_cache",
     "native",
+    "plot_path",
+    "output_path",
+    "text_lines",
     "argument_checks",
     "errors",
 )
