@@ -27,9 +27,9 @@ from kv_replay.report import replay_report
 from kv_replay.results import Refusal, Result, budget_name
 from kv_replay.systems import Limits, parse_system
 from kv_replay.traces import FILES
-from lamella.benchmark.plot_path import check_plot_path
 from lamella.engine.scheduling.waiting_queue import SCHEDULING_POLICIES
 from lamella.errors import ConfigError, LamellaError
+from lamella.plot_path import check_plot_path
 
 
 @click.command(context_settings={"show_default": True}, help=__doc__.splitlines()[0])

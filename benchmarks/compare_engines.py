@@ -30,9 +30,9 @@ from compare_engines.report import comparison_report
 from compare_engines.results import Comparison
 from compare_engines.rounds import compare
 from compare_engines.workloads import FIRST_TOKEN, WARM_UP, WORKLOADS, parse_workloads
-from lamella.benchmark.plot_path import check_plot_path
 from lamella.errors import ConfigError, LamellaError
 from lamella.model_executor.weights.loading import load_config, resolve_model
+from lamella.plot_path import check_plot_path
 
 POSITIVE = click.IntRange(min=1)
 

@@ -14,7 +14,6 @@ import click
 from lamella import LLM, SamplingParams, __version__
 from lamella.argument_checks import nearest_name
 from lamella.benchmark.dataset_options import DatasetOptions
-from lamella.benchmark.plot_path import check_plot_path
 from lamella.benchmark.throughput import ThroughputArgs, run_throughput
 from lamella.cli_options import FieldOptions, GroupedCommand, GroupedOption, Number, Refusal, with_flags
 from lamella.cli_prompts import placed_prompts, with_place
@@ -25,6 +24,7 @@ from lamella.model_executor.weights.cache_listing import CACHE_KINDS, cache_repo
 from lamella.planner.model_specs import model_specs
 from lamella.planner.plan import PlanOptions, plan_memory
 from lamella.planner.plot import plot_plan
+from lamella.plot_path import check_plot_path
 
 INPUT_GROUP = "Prompts and output"
 SAMPLING_GROUPS = {

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lamella.argument_checks import shown
-from lamella.benchmark.text_lines import numbered_lines, parsed_json, place
 from lamella.errors import ConfigError, LamellaError
+from lamella.text_lines import numbered_lines, parsed_json, place
 
 
 class PlacedPrompt(NamedTuple):

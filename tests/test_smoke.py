@@ -1,8 +1,11 @@
 """Seconds long and first to run: what is broken here is broken everywhere."""
 
 import ast
+import re
 import subprocess
 import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -21,10 +24,42 @@ FLOORS = (
     "attention",
     "kv_cache",
     "native",
+    "plot_path",
+    "output_path",
+    "text_lines",
     "argument_checks",
     "errors",
 )
 ABOVE = ("cli_options", "cli_prompts", "__main__", "sampling_params", "inputs", "outputs")  # with cli, on top
+
+# What scheduling may import, besides itself. Of the cache, that is what its boundary is made of today.
+SCHEDULING_NEEDS = {
+    "lamella.errors",
+    "lamella.model_executor.step_plan",
+    *(
+        f"lamella.kv_cache.{name}"
+        for name in (
+            "arena", "block_manager", "child_index", "counters", "expectations", "prefix_match", "sizing", "spec",
+        )
+    ),
+}  # fmt: skip
+# Words by which code would tell families of models apart. Comments and docstrings may name them.
+FAMILIES = re.compile(r"gemma|llama|mistral|qwen|phi\d|gpt_?oss|mimo", re.IGNORECASE)
+NAMES_NO_FAMILY = {
+    "model_executor/text/gguf_tokenizer.py",  # "llama" is GGUF's word for SentencePiece
+    "model_executor/text/special_tokens.py",  # classes of tokenizers
+    "model_executor/weights/demo_models.py",  # demo models by name
+    "model_executor/weights/model_source.py",
+}
+# These are built for Gemma 3 until layers are data.
+BUILT_FOR_ONE_FAMILY = {
+    "engine/model_setup.py",
+    "model_executor/layers/choice.py",
+    "model_executor/memory_profile.py",
+    "model_executor/runner.py",
+    "model_executor/weights/kv_scales.py",
+    "model_executor/weights/loading.py",
+}
 
 MANNERS = """
 import logging, os, signal, sys, threading
@@ -41,6 +76,48 @@ print(threading.active_count() != 1)
 
 def modules():
     return sorted(PACKAGE.rglob("*.py"))
+
+
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports_within():
+    """module -> modules of lamella that it imports, at whatever place: in functions and for type checkers, too."""
+    paths = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in modules()}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    found = {name: set() for name in paths}
+    for name, path in paths.items():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names if alias.name in paths}
+            elif isinstance(node, ast.ImportFrom):
+                deeper = {f"{node.module}.{alias.name}" for alias in node.names}
+                found[name] |= {one if one in paths else node.module for one in deeper} & paths.keys()
+    return found
+
+
+def words_of_code(tree):
+    """Names and strings in code; docstrings are none."""
+    docstrings = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                docstrings.add(id(first.value))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word) | ast.keyword(arg=str(word)):
+                yield word
+            case ast.ClassDef(name=word) | ast.FunctionDef(name=word):
+                yield word
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                yield from (alias.name for alias in aliases)
+                yield getattr(node, "module", None) or ""
+            case ast.Constant(value=str(word)) if id(node) not in docstrings:
+                yield word
 
 
 def module_level_imports(tree):
@@ -104,23 +181,67 @@ def test_errors_are_lamellas_and_of_a_builtin_kind(error, builtin):
 
 def test_nothing_imports_upward():
     upward = []
-    for path in modules():
-        own = floor_of("lamella." + path.relative_to(PACKAGE).with_suffix("").parts[0])
-        if own == "__init__":
+    for module, imported in imports_within().items():
+        own = floor_of(module)
+        if module == "lamella":
             continue
-        for imported in module_level_imports(ast.parse(path.read_text(encoding="utf-8"))):
-            if imported.startswith("lamella.") and floor_of(imported) in FLOORS:
-                assert own in FLOORS, f"{path.name} stands on no floor"
-                if FLOORS.index(floor_of(imported)) < FLOORS.index(own):
-                    upward.append(f"{path.relative_to(PACKAGE)} imports {imported}")
+        for name in imported:
+            if floor_of(name) in FLOORS:
+                assert own in FLOORS, f"{module} stands on no floor"
+                if FLOORS.index(floor_of(name)) < FLOORS.index(own):
+                    upward.append(f"{module} imports {name}")
     assert upward == []
+
+
+def test_no_circle_of_files():
+    try:
+        TopologicalSorter(imports_within()).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle: {' <- '.join(error.args[1])}")
+
+
+def test_scheduling_knows_no_models():
+    own = "lamella.engine.scheduling"
+    assert f"{own}.scheduler" in imports_within()
+    foreign = {
+        f"{module} imports {name}"
+        for module, imported in imports_within().items()
+        if module.startswith(own)
+        for name in imported
+        if not name.startswith(own) and name not in SCHEDULING_NEEDS
+    }
+    assert foreign == set()
+
+
+def test_families_are_named_among_models_alone():
+    naming = set()
+    for path in modules():
+        place = path.relative_to(PACKAGE).as_posix()
+        if not place.startswith(("model_executor/models/", "planner/")) and any(
+            map(FAMILIES.search, words_of_code(tree_of(path)))
+        ):
+            naming.add(place)
+    assert naming - NAMES_NO_FAMILY - BUILT_FOR_ONE_FAMILY == set()
+
+
+def test_test_modules_import_helpers_and_not_each_other():
+    # Its battery is made of other modules' tests.
+    but = "properties/test_planted_faults.py"
+    tests = Path(__file__).parent
+    importing = [
+        str(path.relative_to(tests))
+        for path in tests.rglob("test_*.py")
+        for name in module_level_imports(tree_of(path))
+        if re.match(r"tests\..*\btest_", name)
+    ]
+    assert sorted(set(importing) - {but}) == []
 
 
 def test_transformers_is_only_imported_where_it_is_used():
     eager = [
         str(path.relative_to(PACKAGE))
         for path in modules()
-        for imported in module_level_imports(ast.parse(path.read_text(encoding="utf-8")))
+        for imported in module_level_imports(tree_of(path))
         if imported.split(".")[0] == "transformers"
     ]
     assert eager == []

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from compare_engines.engines import FP32
 from compare_engines.results import Comparison, Spread
-from lamella.benchmark.plot_path import check_plot_path
 from lamella.errors import ConfigError
+from lamella.plot_path import check_plot_path
 
 
 def plot_comparison(comparison: Comparison, path: str | Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from kv_replay.comparison import OURS
 from kv_replay.results import Measurements, Result, budget_name
-from lamella.benchmark.plot_path import check_plot_path
 from lamella.errors import ConfigError
+from lamella.plot_path import check_plot_path
 
 ROWS = (("hit_share", "hit share of prompt tokens"), ("mean_running", "requests running, mean"))
 

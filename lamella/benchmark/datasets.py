@@ -14,8 +14,8 @@ import numpy as np
 
 from lamella.argument_checks import MOST_TOKENS, RealRange, WholeRange, shown
 from lamella.benchmark.requests import NUM_PROMPTS, BenchmarkRequest, DrawContext, check_lengths
-from lamella.benchmark.text_lines import numbered_lines, parsed_json, place
 from lamella.errors import ConfigError
+from lamella.text_lines import numbered_lines, parsed_json, place
 
 NUM_TOKENS = WholeRange(1, MOST_TOKENS)
 NUM_TOKENS_OR_NONE = WholeRange(0, MOST_TOKENS)

@@ -16,9 +16,9 @@ import numpy as np
 from lamella import LLM, SamplingParams
 from lamella.argument_checks import WholeRange
 from lamella.benchmark.dataset_options import DatasetOptions
-from lamella.benchmark.output_path import check_output_path
 from lamella.benchmark.requests import NUM_PROMPTS, BenchmarkRequest, DrawContext, draw_requests
 from lamella.errors import ConfigError, LamellaError
+from lamella.output_path import check_output_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lamella.benchmark.plot_path import check_plot_path
 from lamella.errors import ConfigError
 from lamella.kv_cache.report import format_bytes
 from lamella.planner.plan import MemoryPlan
+from lamella.plot_path import check_plot_path
 
 
 def plot_plan(plan: MemoryPlan, path: str | Path) -> None:

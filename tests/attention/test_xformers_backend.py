@@ -18,7 +18,7 @@ from lamella.attention.torch_backend import TorchBackend
 from lamella.attention.xformers_backend import XformersBackend, page_rows, pages_per_id
 from lamella.attention.xformers_masks import PAGED_TOKENS, pack_keys
 from lamella.errors import ConfigError, InvariantError
-from tests.helpers.attention_cases import AttentionCase, Ragged, make_case
+from tests.helpers.attention_cases import AttentionCase, Ragged, make_case, write_earlier_tokens
 from tests.helpers.pairwise import pairwise
 from tests.helpers.triton_cases import make_spec
 
@@ -175,16 +175,6 @@ def assert_like_reference(case: AttentionCase, backend: XformersBackend) -> None
 @pytest.mark.parametrize("row", pairwise(FACTORS), ids=lambda row: "-".join(map(str, row.values())))
 def test_calls_are_the_references(row: dict[str, Any]) -> None:
     assert_like_reference(make(row), backend_with(dense_attention))
-
-
-def write_earlier_tokens(case: AttentionCase) -> None:
-    """A page is written from its beginning: what left the window is still there, below what is seen."""
-    cache = case.cache(ReferenceBackend(), case.arena)
-    for i, kept in enumerate(case.first_kept):
-        block, offset = divmod(kept, case.metadata.page_tokens)
-        page = int(case.metadata.block_tables_host[i, block - case.metadata.first_blocks_host[i]])
-        cache.keys[page, :offset] = 9.0
-        cache.values[page, :offset] = 100.0
 
 
 PAGED_FACTORS: dict[str, list[Any]] = {

@@ -12,8 +12,8 @@ from kv_replay.host_report import decode_report, prompt_report
 from kv_replay.plot import plot_replays
 from kv_replay.report import replay_report
 from kv_replay.results import Cell, Measurements, Place, PromptCost, Refusal, Result
-from lamella.benchmark.plot_path import check_plot_path
 from lamella.errors import ConfigError
+from lamella.plot_path import check_plot_path
 
 REFUSED = Refusal("no room")
 

@@ -21,11 +21,11 @@ from lamella import LLM, SamplingParams
 from lamella.attention.contract import attend
 from lamella.attention.triton.backend import TritonBackend
 from lamella.attention.triton.window_indices import WindowRows, window_kv_indices
-from tests.attention.test_triton_backend import FACTORS, check, label
 from tests.helpers.attention_cases import AttentionCase, Ragged, make_case, make_metadata
 from tests.helpers.pairwise import pairwise
 from tests.helpers.tiny_gemma import save_tiny_gemma
 from tests.helpers.triton_cases import assert_like_reference, make_spec, on_device
+from tests.helpers.triton_factors import FACTORS, check, label
 
 pytestmark = pytest.mark.gpu
 

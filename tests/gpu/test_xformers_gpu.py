@@ -10,8 +10,7 @@ import torch
 
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.xformers_backend import XformersBackend, pages_per_id
-from tests.attention.test_xformers_backend import write_earlier_tokens
-from tests.helpers.attention_cases import Ragged, make_case
+from tests.helpers.attention_cases import Ragged, make_case, write_earlier_tokens
 from tests.helpers.pairwise import pairwise
 from tests.helpers.triton_cases import TOLERANCE, assert_like_reference, make_spec, on_device
 

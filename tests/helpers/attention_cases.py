@@ -11,6 +11,7 @@ import torch
 from lamella.attention.contract import AttentionBackend, AttentionParams, LayerCache, attend
 from lamella.attention.kv_dtype import FP8_MANTISSA_BITS
 from lamella.attention.metadata import AttentionMetadata
+from lamella.attention.reference import ReferenceBackend
 from lamella.kv_cache.spec import KVCacheSpec
 
 
@@ -269,3 +270,13 @@ def make_metadata(
         first_keys_host=first_keys,
         block_tables_host=block_tables,
     )
+
+
+def write_earlier_tokens(case: AttentionCase) -> None:
+    """A page is written from its beginning: what left the window is still there, below what is seen."""
+    cache = case.cache(ReferenceBackend(), case.arena)
+    for i, kept in enumerate(case.first_kept):
+        block, offset = divmod(kept, case.metadata.page_tokens)
+        page = int(case.metadata.block_tables_host[i, block - case.metadata.first_blocks_host[i]])
+        cache.keys[page, :offset] = 9.0
+        cache.values[page, :offset] = 100.0

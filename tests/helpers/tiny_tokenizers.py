@@ -66,3 +66,7 @@ def _letters() -> list[str]:
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+# A token that files give as an object, without its `__type`.
+OBJECT = {"content": "<image>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}

@@ -22,7 +22,7 @@ from lamella.native.library import NativeLibrary
 from lamella.native.linear import PackedWeight, linear, pack_weight
 from lamella.native.top_columns import top_columns
 from tests.helpers.attention_cases import Ragged, make_case, nan_arena
-from tests.native.test_decoder import Stack
+from tests.helpers.native_stack import Stack
 
 PAGE_TOKENS, NUM_PAGES, NUM_TOKENS = 32, 3, 4
 SPEC = FullAttentionSpec(num_kv_heads=2, k_dim=32, v_dim=16, itemsize_bytes=4)

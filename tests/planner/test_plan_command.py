@@ -8,11 +8,11 @@ import types
 import pytest
 from click.testing import CliRunner
 
-from lamella.benchmark.plot_path import check_plot_path
 from lamella.cli import cli
 from lamella.errors import ConfigError
 from lamella.planner.plan import PlanOptions
 from lamella.planner.plot import plot_plan
+from lamella.plot_path import check_plot_path
 from tests.helpers.plans import lines_of, plan_of
 
 

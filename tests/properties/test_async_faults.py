@@ -10,8 +10,8 @@ from lamella.kv_cache.retention import RetentionPolicy
 from tests.helpers.fake_executor import foretell
 from tests.helpers.late_simulation import LateSimulation
 from tests.helpers.planted_faults.async_scheduling import ASYNC_FAULTS
+from tests.helpers.planted_faults.battery import LAYERS, NOTICED, drain
 from tests.helpers.simulation import full, sliding
-from tests.properties.test_planted_faults import LAYERS, NOTICED, drain
 
 MAX_MODEL_LEN = 60
 SEEDS = range(40)

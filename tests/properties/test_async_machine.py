@@ -14,7 +14,7 @@ from hypothesis.stateful import precondition, rule
 
 from tests.helpers.fake_executor import foretell
 from tests.helpers.late_simulation import LateSimulation
-from tests.properties.test_scheduler_machine import BASES, MAX_MODEL_LEN, SchedulerMachine
+from tests.helpers.scheduler_machine import BASES, MAX_MODEL_LEN, SchedulerMachine
 
 
 class AsyncMachine(SchedulerMachine):

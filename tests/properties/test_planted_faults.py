@@ -13,6 +13,7 @@ import pytest
 from lamella.kv_cache.retention import RetentionPolicy
 from tests.helpers.fake_executor import foretell
 from tests.helpers.planted_faults import FAULTS
+from tests.helpers.planted_faults.battery import LAYERS, NOTICED, drain
 from tests.helpers.serving import run_all, serve
 from tests.helpers.simulation import Simulation, chunked, full, sliding
 from tests.helpers.table_watch import watch_tables
@@ -22,16 +23,6 @@ from tests.model_executor import test_page_moves
 HYBRID = [full(), sliding(9), sliding(9)]
 LAYOUTS = [HYBRID, [full()], [sliding(9)], [full(), chunked(8)], [full(2), sliding(5), sliding(12)]]
 PROMPT = list(range(21))
-# What a broken rule may end in. Nothing else: an AttributeError would tell of a fault planted wrongly.
-NOTICED = (AssertionError, ValueError)
-
-
-def drain(simulation):
-    assert all(usage.owned == 0 for usage in simulation.manager.usage().values())
-    simulation.manager.reset_prefix_cache()
-    assert all(usage == (0, 0, 0) for usage in simulation.manager.usage().values())
-    assert simulation.manager.arena.num_free_slabs == simulation.manager.arena.num_slabs - 1
-    assert simulation.manager.tree.roots() == {}
 
 
 def hits_are_exact_to_the_token(specs):
@@ -269,7 +260,6 @@ SCENARIOS = [
     lambda: test_moves.life(6),  # where a copy's target is in the slab that were the least to move
 ]
 
-LAYERS = [full(), full(2), sliding(2), sliding(5), sliding(13), sliding(4, 2), chunked(3), chunked(8)]
 MAX_MODEL_LEN = 60
 
 

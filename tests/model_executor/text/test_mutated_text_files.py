@@ -15,10 +15,10 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_t
 from lamella.errors import ModelLoadError, RequestError
 from lamella.model_executor.text.chat import ChatRenderer
 from lamella.model_executor.weights.loading import load_tokenizer, resolve_model
+from tests.helpers.gguf_vocabulary import save
 from tests.helpers.tiny_gemma import CHAT_TEMPLATE, save_tiny_tokenizer
 from tests.helpers.tiny_gguf import tiny_vocabulary
-from tests.model_executor.text.test_gguf_tokenizer import save
-from tests.model_executor.text.test_special_tokens import OBJECT
+from tests.helpers.tiny_tokenizers import OBJECT
 
 TEXTS = ("", "a", "the quick brown fox", " h\u00e9llo \U0001f600", "<bos>x<eos>", "<turn>a</turn>", "<image>b<extra>",
          "0 1 2 10 100", "\n\n\t", "abc abc  ab", "<unk><pad>", "over the lazy dog;")  # fmt: skip

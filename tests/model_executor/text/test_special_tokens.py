@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 from lamella.errors import ModelLoadError
 from lamella.model_executor.weights.loading import load_tokenizer, resolve_model
 from tests.helpers.tiny_gemma import save_tiny_tokenizer
+from tests.helpers.tiny_tokenizers import OBJECT
 
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 TEMPLATE = "{{ bos_token }}|{{ eos_token }}|{{ boi_token }}|{{ image_token }}|{{ turn }}|{{ messages[0].content }}"
@@ -22,7 +23,6 @@ TEXTS = (
     "<extra> fox<extra>",
     "<pad><unk>z",
 )
-OBJECT = {"content": "<image>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
 
 
 @pytest.fixture

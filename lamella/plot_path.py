@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lamella.benchmark.output_path import check_output_path
 from lamella.errors import ConfigError
+from lamella.output_path import check_output_path
 
 
 def check_plot_path(path: str | Path | None) -> None:
