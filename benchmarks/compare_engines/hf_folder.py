@@ -14,7 +14,8 @@ from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS
 from lamella.model_executor.models.registry import parse_gguf_config
 from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.text.chat_templates import gguf_chat_templates
-from lamella.model_executor.text.gguf_tokenizer import TOKENIZER_ARRAYS, special_token_ids, tokenizer_json
+from lamella.model_executor.text.gguf_tokenizer import tokenizer_json
+from lamella.model_executor.text.gguf_vocabulary import TOKENIZER_ARRAYS, special_token_ids
 from lamella.model_executor.weights.checkpoint import GgufCheckpoint
 from lamella.model_executor.weights.conversion import is_norm
 from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header

@@ -1,6 +1,6 @@
 """Writes the parity fixture: transformers' greedy tokens, and how close the second choice came.
 
-    python tests/parity/make_fixture.py --model gemma-3-270m.gguf --output tests/fixtures/gemma_parity.json
+    python -m tests.parity.make_fixture --model gemma-3-270m.gguf --output tests/fixtures/gemma_parity.json
 
 Needs transformers, gguf and accelerate (transformers reads GGUF with it), and some minutes of two cores.
 Weights are dequantised to float32 and nothing else is changed, so any engine that computes in float32 must
@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-# Run as a script: its own folder is on the path, the repository's root is not.
-from prompts import SHORT_PROMPTS, all_prompts
+from tests.parity.prompts import SHORT_PROMPTS, all_prompts
 
 MAX_TOKENS = 48
 NEAR_TIE = 2e-3  # logits

@@ -231,5 +231,24 @@ def long_prompts() -> dict[str, str]:
 
 
 def all_prompts() -> dict[str, str]:
-    """Every prompt of the fixture, in its order."""
+    """Every prompt of Gemma's fixture, in its order."""
     return SHORT_PROMPTS | long_prompts()
+
+
+def medium_prompts() -> dict[str, str]:
+    """Prompts of 256 to 1,100 tokens of byte-level tokenizers, by name: more than four windows of 64.
+
+    `diary_north` and `diary_south` share their beginning, of some 300 tokens.
+    """
+    diary = "The diary belongs to Ingrid, who carries 12 candles.\n\n" + _story(9, seed=21)
+    return {
+        "short_log": _server_log(14, seed=22),
+        "short_inventory": _inventory(9, seed=23),
+        "short_code": _code_listing(12, seed=24),
+        "short_phrases": _phrase_book(5, seed=25),
+        "short_story": "The bridge at Aldwater was built by the widow Prentice.\n\n"
+        + _story(16, seed=26)
+        + "\n\nOn a stone beside the bridge stands the name of",
+        "diary_north": diary + "The road went north. " + _story(3, seed=27, first_day=10) + "\n\nThe diary belongs to",
+        "diary_south": diary + "The road went south. " + _story(4, seed=28, first_day=10) + "\n\nThe diary belongs to",
+    }

@@ -13,7 +13,8 @@ from lamella.errors import ModelLoadError
 from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.models.typed_json import read_json_object
 from lamella.model_executor.text.chat_templates import gguf_chat_templates, read_chat_templates
-from lamella.model_executor.text.gguf_tokenizer import TOKENIZER_ARRAYS, special_token_ids, tokenizer_json
+from lamella.model_executor.text.gguf_tokenizer import tokenizer_json
+from lamella.model_executor.text.gguf_vocabulary import TOKENIZER_ARRAYS, special_token_ids
 from lamella.model_executor.text.special_tokens import CONFIG_FILE, MAX_TOKENIZER_BYTES, read_special_tokens
 from lamella.model_executor.text.tokenizer import Tokenizer, is_backend_failure
 from lamella.model_executor.weights.cache_folder import default_cache_dir, entry_path, usable_entry, written_entry
@@ -23,7 +24,7 @@ from lamella.model_executor.weights.regular_files import read_regular_file
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _TRIAL_TEXT = "A b\n1\u00e9"
 _Result = TypeVar("_Result")
 # transformers' own default for tokenizers that do not say.

