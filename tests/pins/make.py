@@ -11,9 +11,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from tests.pins import counters, stored
+from tests.pins import counters, log_probabilities, stored
 
-MAKERS: dict[str, Callable[[], dict[str, object]]] = {"counters": counters.count_all}
+MAKERS: dict[str, Callable[[], dict[str, object]]] = {
+    "counters": counters.count_all,
+    "log_probabilities": log_probabilities.measure_all,
+}
 
 
 def main() -> None:
