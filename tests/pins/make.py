@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from tests.pins import counters, log_probabilities, stored
+from tests.pins import compiled, counters, log_probabilities, steps, stored
 
 MAKERS: dict[str, Callable[[], dict[str, object]]] = {
     "counters": counters.count_all,
+    "compiled": compiled.compile_all,
     "log_probabilities": log_probabilities.measure_all,
+    "steps": steps.measure_all,
 }
 
 

@@ -10,11 +10,23 @@ from lamella.benchmark.kv_replay.replay_table import budget_in_bytes
 from lamella.benchmark.kv_replay.systems import Limits, System, build_scheduler
 from lamella.benchmark.kv_replay.traces import TraceRequest
 from lamella.kv_cache.counters import count_kv_cache
+from lamella.model_executor.runner import ModelRunner
+from lamella.model_executor.step_buffers import PackedShape
 from lamella.native.build import targets
-from lamella.native.library import BUILDS, load_library
+from lamella.native.library import BUILDS, NativeLibrary, load_library
+
+ATTENTION_REPORT = "lamella.attention.triton.compile_report"  # modules to run
+OPERATORS_REPORT = "lamella.model_executor.operators.triton_kernels.compile_report"
+SAMPLING_REPORT = "tests.triton.compile_sampling"
 
 __all__ = [
+    "ATTENTION_REPORT",
+    "OPERATORS_REPORT",
+    "SAMPLING_REPORT",
     "Limits",
+    "ModelRunner",
+    "NativeLibrary",
+    "PackedShape",
     "System",
     "TraceRequest",
     "budget_in_bytes",

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from lamella.model_executor.device_sampling.launches import launches
+from tests.pins import compiled
 
 SHARED_BYTES = 48 << 10  # what a program gets everywhere without asking
 
@@ -25,6 +26,7 @@ def check_target(target: str, wanted: str = "") -> None:
         assert one["spilled"] == 0, one
         assert 0 < one["registers"] <= 128, one  # two programs of 256 threads share 64 Ki registers
         assert one["shared_bytes"] <= SHARED_BYTES, one
+    compiled.require_pinned(compiled.of_sampling(target, measured))
 
 
 def test_the_kernels_that_draw_compile() -> None:
