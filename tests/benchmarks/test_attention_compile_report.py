@@ -23,6 +23,7 @@ from attention_compile_report import (
 )
 from attention_roofline import Workload
 from tests.helpers.triton_cases import make_spec
+from tests.pins import compiled
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -61,6 +62,7 @@ def test_kernels_compile(tmp_path: Path, record_property: Any) -> None:
     for target in TARGETS:
         assert {row[1] for row in rows if row[0] == target} == {kernel.name for kernel in kernels(SHAPES[0], target)}
     check(rows)
+    compiled.require_pinned(compiled.of_attention(rows))
     record_property("kernel_cases", len(rows))
 
 
@@ -71,6 +73,7 @@ def test_every_kernel_compiles_for_every_shape(target: str, tmp_path: Path, reco
     assert code == 0, printed
     assert len({row[2] for row in rows}) == len(SHAPES)
     check(rows)
+    compiled.require_pinned(compiled.of_attention(rows), may_lack=True)
     record_property("kernel_cases", len(rows))
 
 

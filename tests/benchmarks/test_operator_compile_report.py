@@ -13,6 +13,7 @@ import pytest
 import operator_compile_report as compile_report
 from attention_compile_report import SHARED_LIMITS
 from operator_compile_report import Measured, launches, main
+from tests.pins import compiled
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -42,6 +43,7 @@ def test_kernels_compile_without_spills(tmp_path: Path) -> None:
         (target, kernel) for target in TARGETS for kernel in ("norm", "add_norm", "heads", "gated")
     }
     check(rows)
+    compiled.require_pinned(compiled.of_operators(rows))
 
 
 @pytest.mark.slow
@@ -51,6 +53,7 @@ def test_every_kernel_compiles_for_every_shape(target: str, tmp_path: Path) -> N
     assert code == 0, printed
     assert len(rows) == len(list(launches()))
     check(rows)
+    compiled.require_pinned(compiled.of_operators(rows))
 
 
 def test_what_must_not_be_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

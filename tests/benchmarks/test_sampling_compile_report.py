@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sampling_launches import launches
+from tests.pins import compiled
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sampling_compile_report.py"
 SHARED_BYTES = 48 << 10  # what a program gets everywhere without asking
@@ -27,6 +28,7 @@ def check_target(target: str, wanted: str = "") -> None:
         assert one["spilled"] == 0, one
         assert 0 < one["registers"] <= 128, one  # two programs of 256 threads share 64 Ki registers
         assert one["shared_bytes"] <= SHARED_BYTES, one
+    compiled.require_pinned(compiled.of_sampling(target, measured))
 
 
 def test_the_kernels_that_draw_compile() -> None:
