@@ -12,6 +12,13 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<turn>model\n{% endif %}"
 )
 VOCAB_SIZE = 320
+# Of a layer: as transformers and as the native model names them.
+LAYER_NORMS = {
+    "input_layernorm": "input_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "post_mlp_norm",
+}
 _SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<turn>", "</turn>")
 _CORPUS = (
     "the quick brown fox jumps over the lazy dog and the cat sat on the mat",
@@ -91,7 +98,7 @@ def save_tiny_tokenizer(path: Path) -> None:
 
 
 def native_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the native model's state dict for a `Gemma3TextConfig` (tied embeddings)."""
+    """Shapes of the native model's parameters for a `Gemma3TextConfig` (tied embeddings)."""
     hidden, head_dim = config.hidden_size, config.head_dim
     query_rows, kv_rows = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, hidden), "norm.weight": (hidden,)}
@@ -105,13 +112,16 @@ def native_shapes(config: Any) -> dict[str, tuple[int, ...]]:
                 "self_attn.k_norm": (head_dim,),
                 "mlp.gate_up_proj": (2 * config.intermediate_size, hidden),
                 "mlp.down_proj": (hidden, config.intermediate_size),
-                "input_layernorm": (hidden,),
-                "post_attention_layernorm": (hidden,),
-                "pre_feedforward_layernorm": (hidden,),
-                "post_feedforward_layernorm": (hidden,),
+                **dict.fromkeys(LAYER_NORMS.values(), (hidden,)),
             }.items()
         }
     return shapes
+
+
+def native_name(name: str) -> str:
+    """Of a parameter that transformers calls `name`, "layers.0.input_layernorm.weight"."""
+    *place, norm, ending = name.rsplit(".", 2)
+    return ".".join([*place, LAYER_NORMS.get(norm, norm), ending])
 
 
 def native_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -120,7 +130,7 @@ def native_weights(model: Any) -> dict[str, torch.Tensor]:
     fused = {}
     for name, value in state.items():
         if name.endswith("norm.weight"):
-            fused[name] = 1.0 + value.float()
+            fused[native_name(name)] = 1.0 + value.float()
         elif ".q_proj." in name:
             names = [name.replace("q_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
             fused[name.replace("q_proj", "qkv_proj")] = torch.cat([state[part] for part in names])

@@ -17,7 +17,7 @@ from lamella.attention.torch_backend import TorchBackend
 from lamella.errors import InvariantError, ModelLoadError
 from lamella.kv_cache.layout import build_layout, without_sliding
 from lamella.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
-from lamella.model_executor.models.config import LayerConfig, ModelConfig, kv_sharing
+from lamella.model_executor.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, kv_sharing
 from lamella.model_executor.models.config_json import shared_kv_owners
 from lamella.model_executor.runner import ModelRunner
 from tests.helpers.attention_cases import Ragged, make_case, nan_arena
@@ -239,9 +239,10 @@ def test_sharing_that_cannot_be_is_refused(num_shared, message):
 
 
 def test_a_model_config_says_who_shares():
-    layers = [LayerConfig("full_attention", None, 1e4), LayerConfig("full_attention", None, 1e4, kv_owner=0)]
+    shape = {"num_heads": 1, "num_kv_heads": 1, "k_dim": 8, "v_dim": 8, "scale": 1.0, "rotary": None}
+    attentions = [AttentionConfig(kind="full_attention", kv_owner=owner, **shape) for owner in (None, 0, None)]
     config = ModelConfig(
-        architecture="none", vocab_size=8, hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=8,
-        rms_norm_eps=1e-6, max_position_embeddings=8, query_scale=1.0, layers=(*layers, layers[0]),
+        architecture="none", vocab_size=8, hidden_size=8, rms_norm_eps=1e-6, max_position_embeddings=8,
+        layers=tuple(LayerConfig(each, MLPConfig(8, "silu")) for each in attentions), tie_word_embeddings=True,
     )  # fmt: skip
     assert kv_sharing(config) == {1: 0}

@@ -2,6 +2,7 @@ import pytest
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models import registry
+from lamella.model_executor.models.config import MLPConfig
 from lamella.model_executor.models.generation_config import parse_generation_config
 from lamella.model_executor.models.typed_fields import TypedFields
 
@@ -51,7 +52,8 @@ def transformers_layers(config):
 )
 def test_layers_equal_transformers_reading(extra):
     layers = parse_config({**TEXT, **extra}).layers
-    found = [(layer.kind, layer.window_tokens, layer.rope_theta, layer.rope_scale) for layer in layers]
+    attentions = [layer.attention for layer in layers]
+    found = [(each.kind, each.window_tokens, each.rotary.theta, each.rotary.position_divisor) for each in attentions]
     assert found == transformers_layers({**TEXT, **extra})
 
 
@@ -79,11 +81,16 @@ def test_every_field_of_a_published_config():
         }
     )
     assert (config.architecture, config.vocab_size, config.hidden_size) == ("gemma3", 262144, 640)
-    assert (config.intermediate_size, config.num_heads, config.num_kv_heads) == (2048, 4, 1)
-    assert (config.head_dim, config.query_scale, config.rms_norm_eps) == (256, 0.0625, 1e-6)
+    attentions = [layer.attention for layer in config.layers]
+    assert {layer.mlp for layer in config.layers} == {MLPConfig(2048, "gelu_tanh")}
+    assert {(each.num_heads, each.num_kv_heads, each.k_dim, each.v_dim) for each in attentions} == {(4, 1, 256, 256)}
+    assert {each.scale for each in attentions} == {0.0625}
+    assert {each.rotary.dim for each in attentions} == {256}
+    assert config.rms_norm_eps == 1e-6
     assert (config.max_position_embeddings, config.num_layers) == (32768, 18)
-    assert [i for i, layer in enumerate(config.layers) if layer.kind == "full_attention"] == [5, 11, 17]
-    assert (config.attn_logit_softcap, config.final_logit_softcap) == (None, 30.0)
+    assert [i for i, each in enumerate(attentions) if each.kind == "full_attention"] == [5, 11, 17]
+    assert {each.softcap for each in attentions} == {None}
+    assert config.final_logit_softcap == 30.0
     assert (config.bos_token_id, config.eos_token_ids) == (2, (1,))
     assert (config.dtype, config.tie_word_embeddings) == ("bfloat16", False)
 
@@ -106,11 +113,13 @@ def test_multimodal_config_gives_its_text_model_with_transformers_defaults():
             "vision_config": {"hidden_size": 1152},
         }
     )
-    assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262208, 8, 4, 256)
+    attentions = [layer.attention for layer in config.layers]
+    assert config.vocab_size == 262208
+    assert {(each.num_heads, each.num_kv_heads, each.k_dim, each.v_dim) for each in attentions} == {(8, 4, 256, 256)}
     assert (config.num_layers, config.eos_token_ids, config.dtype) == (34, (1, 106), "bfloat16")
-    assert config.layers[5].rope_scale == 8.0
-    assert config.layers[4].rope_scale == 1.0
-    assert config.layers[4].window_tokens == 1024
+    assert attentions[5].rotary.position_divisor == 8.0
+    assert attentions[4].rotary.position_divisor == 1.0
+    assert attentions[4].window_tokens == 1024
 
 
 @pytest.mark.parametrize(
@@ -125,8 +134,8 @@ def test_end_tokens(config_eos, generation, wanted):
     ("extra", "message"),
     [
         (
-            {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-            "LlamaForCausalLM is not known.*Gemma3ForCausalLM",
+            {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+            "GPT2LMHeadModel is not known.*Gemma3ForCausalLM",
         ),
         ({"architectures": None, "model_type": None}, "none named"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),

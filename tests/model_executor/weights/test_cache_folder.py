@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 import lamella
 from lamella import Engine
 from lamella.errors import ModelLoadError
+from lamella.model_executor.layers.description import Model
 from lamella.model_executor.weights import cache_parts, cache_trust, checksums, demo_models, loading
 from lamella.model_executor.weights.cache_folder import entry_path, written_entry
 from lamella.model_executor.weights.loading import load_config, load_weights, resolve_model
-from tests.helpers.tiny_gemma import native_shapes, native_weights, save_tiny_gemma
+from tests.helpers.tiny_gemma import native_weights, save_tiny_gemma
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +55,7 @@ def load(folder, cache_dir, model, monkeypatch):
 
     def load():
         source = resolve_model(str(folder))
-        shapes = native_shapes(model.config)
-        return load_weights(source, load_config(source), shapes, dtype=torch.float32, cache_dir=cache_dir)
+        return load_weights(source, Model(load_config(source), torch.float32), cache_dir=cache_dir)
 
     return load
 

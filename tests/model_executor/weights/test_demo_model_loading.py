@@ -8,6 +8,7 @@ import gguf
 import pytest
 import torch
 
+from lamella.model_executor.layers.description import Model
 from lamella.model_executor.weights.gguf_header import read_gguf_header
 from lamella.model_executor.weights.loading import load_config, load_tokenizer, load_weights, resolve_model
 from tests.helpers.tiny_gemma import native_shapes
@@ -65,17 +66,18 @@ def test_whole_vocabulary_equals_transformers(tokenizer, cache_dir):
 
 def test_config(source):
     config = load_config(source)
-    assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (18, 640, 4, 1)
-    assert [i for i, layer in enumerate(config.layers) if layer.kind == "full_attention"] == [5, 11, 17]
-    assert {layer.window_tokens for layer in config.layers} == {None, 512}
-    assert (config.query_scale, config.eos_token_ids, config.tie_word_embeddings) == (0.0625, (1,), True)
+    attentions = [layer.attention for layer in config.layers]
+    assert (config.num_layers, config.hidden_size) == (18, 640)
+    assert {(each.num_heads, each.num_kv_heads, each.scale) for each in attentions} == {(4, 1, 0.0625)}
+    assert [i for i, each in enumerate(attentions) if each.kind == "full_attention"] == [5, 11, 17]
+    assert {each.window_tokens for each in attentions} == {None, 512}
+    assert (config.eos_token_ids, config.tie_word_embeddings) == ((1,), True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_weights_equal_the_reference_conversion(source, cache_dir, dtype):
     from transformers import Gemma3TextConfig
 
-    config = load_config(source)
     shapes = native_shapes(
         Gemma3TextConfig(
             vocab_size=262144,
@@ -87,7 +89,7 @@ def test_weights_equal_the_reference_conversion(source, cache_dir, dtype):
             head_dim=256,
         )
     )
-    found = load_weights(source, config, shapes, dtype=dtype, cache_dir=cache_dir)
+    found = load_weights(source, Model(load_config(source), dtype), cache_dir=cache_dir)
     header = read_gguf_header(source.paths[0])
     data = source.paths[0].read_bytes()
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lamella import LLM
+from lamella.engine import model_setup
 from lamella.errors import ModelLoadError
-from lamella.model_executor.layers.torch_operators import TorchOperators
-from lamella.model_executor.models import gemma3
-from lamella.model_executor.models.gemma3_weights import parameter_shapes
+from lamella.model_executor.layers.description import Model
+from lamella.model_executor.weights import loading
 from lamella.model_executor.weights.loading import load_config, resolve_model
 from tests.helpers.tiny_gemma import native_shapes, save_tiny_gemma
 from tests.helpers.tiny_gguf import save_tiny_gguf
@@ -62,7 +62,8 @@ def add_tensors(folder, **tensors):
 )
 def test_claims_that_the_file_does_not_hold_are_told_before_anything_is_built(folder, monkeypatch, changes, message):
     made = []
-    monkeypatch.setattr(gemma3, "_Layer", lambda *arguments: made.append(arguments))
+    for place, name in ((model_setup, "Model"), (model_setup, "Stack"), (loading, "collect")):
+        monkeypatch.setattr(place, name, lambda *arguments: made.append(arguments))
     change_config(folder, **changes)
     tracemalloc.start()
     try:
@@ -92,8 +93,7 @@ def test_shapes_told_without_a_model_are_the_models(tmp_path, tied):
     model = save_tiny_gemma(tmp_path, tie_word_embeddings=tied, num_key_value_heads=1)
     config = load_config(resolve_model(str(tmp_path)))
     wanted = native_shapes(model.config) | ({} if tied else {"lm_head.weight": (320, 64)})
-    assert parameter_shapes(config) == wanted
-    assert gemma3.Gemma3ForCausalLM(config, torch.float32, TorchOperators()).expected_shapes() == wanted
+    assert {each.name: each.shape for each in Model(config, torch.float32).parameters()} == wanted
 
 
 @pytest.mark.parametrize(

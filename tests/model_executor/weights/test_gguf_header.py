@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS
+from lamella.model_executor.models.gemma3 import GEMMA3
 from lamella.model_executor.weights.checkpoint import GgufCheckpoint
 from lamella.model_executor.weights.gguf_header import read_gguf_header
 
@@ -114,7 +114,7 @@ def test_damaged_headers_are_refused(tmp_path, case):
 @pytest.mark.parametrize("offset", [256, 2**40, 2**62])
 def test_a_tensor_beyond_the_end_of_the_file_is_named(tmp_path, offset):
     path = write(tmp_path / "m.gguf", tensors=[tensor("a", (2,), 0), tensor("b", (8,), offset)])
-    checkpoint = GgufCheckpoint(path, GEMMA3_WEIGHTS)
+    checkpoint = GgufCheckpoint(path, GEMMA3.weights)
     assert checkpoint.tensors["a"].problem is None
     assert "b: its data ends at byte" in checkpoint.tensors["b"].problem
 
@@ -124,7 +124,7 @@ def test_two_names_of_one_parameter_are_refused(tmp_path):
         tmp_path / "m.gguf", tensors=[tensor("token_embd.weight", (2,), 0), tensor("embed_tokens.weight", (2,), 32)]
     )
     with pytest.raises(ModelLoadError, match=r"embed_tokens\.weight, which it also holds as token_embd\.weight"):
-        GgufCheckpoint(path, GEMMA3_WEIGHTS)
+        GgufCheckpoint(path, GEMMA3.weights)
 
 
 def test_arrays_of_truth_values_equal_the_packages_reading(tmp_path):

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from lamella.errors import ModelLoadError
+from lamella.model_executor.layers.description import Model
+from lamella.model_executor.models.config import MLPConfig
 from lamella.model_executor.weights import loading
 from lamella.model_executor.weights.gguf_header import read_gguf_header
 from lamella.model_executor.weights.loading import load_config, load_weights, resolve_model
@@ -21,9 +23,7 @@ def model(tmp_path_factory):
 
 def load(path, model, cache_dir):
     source = resolve_model(str(path))
-    return load_weights(
-        source, load_config(source), native_shapes(model.config), dtype=torch.float32, cache_dir=cache_dir
-    )
+    return load_weights(source, Model(load_config(source), torch.float32), cache_dir=cache_dir)
 
 
 def test_unquantised_file_equals_the_model(model, tmp_path):
@@ -52,7 +52,7 @@ def test_quantised_matrices_equal_the_reference_conversion(model, tmp_path, quan
         assert torch.equal(found[f"layers.{layer}.mlp.gate_up_proj.weight"], gate_up)
         assert torch.equal(found[f"layers.{layer}.mlp.down_proj.weight"], reference(f"blk.{layer}.ffn_down.weight"))
         norm = torch.from_numpy(written[f"blk.{layer}.ffn_norm.weight"])
-        assert torch.equal(found[f"layers.{layer}.pre_feedforward_layernorm.weight"], norm)
+        assert torch.equal(found[f"layers.{layer}.mlp_norm.weight"], norm)
     assert torch.equal(found["embed_tokens.weight"], reference("token_embd.weight"))
 
 
@@ -60,12 +60,15 @@ def test_config_from_metadata(model, tmp_path):
     save_tiny_gguf(tmp_path / "m.gguf", model)
     config = load_config(resolve_model(str(tmp_path / "m.gguf")))
     assert (config.architecture, config.vocab_size, config.hidden_size) == ("gemma3", 320, 64)
-    assert (config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim) == (96, 4, 2, 16)
-    assert (config.query_scale, config.max_position_embeddings) == (0.25, 512)
+    assert {layer.mlp for layer in config.layers} == {MLPConfig(96, "gelu_tanh")}
+    attentions = [layer.attention for layer in config.layers]
+    assert {(each.num_heads, each.num_kv_heads, each.k_dim, each.v_dim) for each in attentions} == {(4, 2, 16, 16)}
+    assert {each.scale for each in attentions} == {0.25}
+    assert config.max_position_embeddings == 512
     assert config.rms_norm_eps == pytest.approx(1e-6)
-    assert [layer.kind for layer in config.layers] == ["sliding_attention"] * 5 + ["full_attention"]
-    assert (config.layers[0].window_tokens, config.layers[0].rope_theta) == (16, 10_000.0)
-    assert (config.layers[5].window_tokens, config.layers[5].rope_theta) == (None, 1_000_000.0)
+    assert [each.kind for each in attentions] == ["sliding_attention"] * 5 + ["full_attention"]
+    assert (attentions[0].window_tokens, attentions[0].rotary.theta) == (16, 10_000.0)
+    assert (attentions[5].window_tokens, attentions[5].rotary.theta) == (None, 1_000_000.0)
     assert (config.bos_token_id, config.eos_token_ids, config.tie_word_embeddings) == (2, (1,), True)
     assert config.dtype == "float32"
 
@@ -84,9 +87,10 @@ def test_optional_metadata(model, tmp_path):
         tokenizer__chat_template="{{ messages }}<end_of_turn>",
     )
     config = load_config(resolve_model(str(tmp_path / "m.gguf")))
-    assert [layer.kind == "full_attention" for layer in config.layers] == [False, True, False, False, True, False]
-    assert (config.layers[1].rope_scale, config.layers[0].rope_scale) == (8.0, 1.0)
-    assert config.layers[0].rope_theta == 20_000.0
+    attentions = [layer.attention for layer in config.layers]
+    assert [each.kind == "full_attention" for each in attentions] == [False, True, False, False, True, False]
+    assert (attentions[1].rotary.position_divisor, attentions[0].rotary.position_divisor) == (8.0, 1.0)
+    assert attentions[0].rotary.theta == 20_000.0
     assert config.final_logit_softcap == 30.0
     assert config.eos_token_ids == (1, 9, 4)
     assert config.dtype == "bfloat16"
@@ -95,7 +99,8 @@ def test_optional_metadata(model, tmp_path):
 def test_27b_scales_queries_by_hidden_size_per_head(tmp_path):
     model = save_tiny_gemma(tmp_path / "hf", num_hidden_layers=62, hidden_size=32, head_dim=16)
     save_tiny_gguf(tmp_path / "m.gguf", model)
-    assert load_config(resolve_model(str(tmp_path / "m.gguf"))).query_scale == 8**-0.5
+    config = load_config(resolve_model(str(tmp_path / "m.gguf")))
+    assert {layer.attention.scale for layer in config.layers} == {8**-0.5}
 
 
 def test_metadata_that_is_not_built(model, tmp_path):
@@ -167,7 +172,8 @@ def test_dummy_from_metadata(model, tmp_path):
     save_tiny_gguf(tmp_path / "m.gguf", model)
     source = resolve_model(str(tmp_path / "m.gguf"), "dummy")
     assert load_config(source).num_layers == 6
-    weights = load_weights(source, load_config(source), {"norm.weight": (64,)}, dtype=torch.float16, cache_dir=tmp_path)
+    weights = load_weights(source, Model(load_config(source), torch.float16), cache_dir=tmp_path)
+    assert {name: tuple(value.shape) for name, value in weights.items()} == native_shapes(model.config)
     assert weights["norm.weight"].shape == (64,)
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.models.gemma3_weights import parameter_shapes
+from lamella.model_executor.layers.description import Model
 from lamella.model_executor.weights.loading import load_config, load_sampling_defaults, load_weights, resolve_model
 from tests.helpers.tiny_gemma import native_weights, save_tiny_gemma
 from tests.helpers.tiny_gguf import save_tiny_gguf
@@ -21,8 +21,7 @@ SMALL = {"num_hidden_layers": 2, "sliding_window_pattern": 2}
 
 
 def load(source, tmp_path):
-    config = load_config(source)
-    return load_weights(source, config, parameter_shapes(config), dtype=torch.float32, cache_dir=tmp_path / "cache")
+    return load_weights(source, Model(load_config(source), torch.float32), cache_dir=tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS
+from lamella.model_executor.models.gemma3 import GEMMA3
 from lamella.model_executor.weights.checkpoint import SafetensorsCheckpoint
 from lamella.model_executor.weights.kv_scales import read_kv_scales
 from lamella.model_executor.weights.safetensors_files import read_safetensors_header
@@ -116,7 +116,7 @@ def test_every_single_byte_of_a_header_is_read_as_the_package_reads_it(tmp_path)
                     theirs = {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
             except SafetensorError:
                 with pytest.raises(ModelLoadError, match="safetensors cannot open"):
-                    SafetensorsCheckpoint([path], GEMMA3_WEIGHTS)
+                    SafetensorsCheckpoint([path], GEMMA3.weights)
                 continue
             assert {name: (entry.shape, entry.dtype_name) for name, entry in found.items()} == theirs
     assert num_accepted > 50
@@ -140,4 +140,4 @@ def test_every_single_byte_of_a_header_is_read_as_the_package_reads_it(tmp_path)
 def test_scales_of_an_8_bit_cache_are_checked(tmp_path, tensors, message):
     save_file(tensors, tmp_path / "m.safetensors")
     with pytest.raises(ModelLoadError, match=message):
-        read_kv_scales(SafetensorsCheckpoint([tmp_path / "m.safetensors"], GEMMA3_WEIGHTS), num_layers=2)
+        read_kv_scales(SafetensorsCheckpoint([tmp_path / "m.safetensors"], GEMMA3.weights), num_layers=2)

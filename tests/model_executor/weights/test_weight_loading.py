@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lamella.errors import ConfigError, ModelLoadError
+from lamella.model_executor.layers.description import Model
 from lamella.model_executor.weights import conversion as weight_conversion
 from lamella.model_executor.weights import loading
 from lamella.model_executor.weights.loading import load_config, load_weights, resolve_model
@@ -38,9 +39,8 @@ def model(saved):
 
 def load(folder, model, *, dtype=torch.float32, cache_dir=None, load_format="auto"):
     source = resolve_model(str(folder), load_format)
-    config = load_config(source)
     cache_dir = cache_dir or folder.parent / "cache"
-    return load_weights(source, config, native_shapes(model.config), dtype=dtype, cache_dir=cache_dir)
+    return load_weights(source, Model(load_config(source), dtype), cache_dir=cache_dir)
 
 
 def assert_same(found, wanted):
@@ -107,8 +107,10 @@ def test_multimodal_names_and_vision_tensors(folder, model, prefix):
 def test_untied_output_matrix(tmp_path):
     model = save_tiny_gemma(tmp_path / "untied", tie_word_embeddings=False)
     source = resolve_model(str(tmp_path / "untied"))
-    shapes = {**native_shapes(model.config), "lm_head.weight": (320, 64)}
-    found = load_weights(source, load_config(source), shapes, dtype=torch.float32, cache_dir=tmp_path / "cache")
+    found = load_weights(source, Model(load_config(source), torch.float32), cache_dir=tmp_path / "cache")
+    assert {name: tuple(value.shape) for name, value in found.items()} == {
+        **native_shapes(model.config), "lm_head.weight": (320, 64)
+    }  # fmt: skip
     assert torch.equal(found["lm_head.weight"], model.lm_head.weight)
     assert not torch.equal(found["lm_head.weight"], found["embed_tokens.weight"])
 
@@ -157,11 +159,16 @@ def test_same_tensor_in_two_files(folder, model):
         load(folder, model)
 
 
-def test_configuration_that_disagrees_with_the_model(folder, model):
+def test_configuration_that_disagrees_with_the_file(folder):
     source = resolve_model(str(folder))
-    config = dataclasses.replace(load_config(source), num_kv_heads=1)
-    with pytest.raises(ModelLoadError, match=r"expects 128 rows, the configuration gives 64 \+ 16 \+ 16"):
-        load_weights(source, config, native_shapes(model.config), dtype=torch.float32, cache_dir=folder)
+    config = load_config(source)
+    first = config.layers[0]
+    halved = dataclasses.replace(first, attention=dataclasses.replace(first.attention, num_kv_heads=1))
+    config = dataclasses.replace(config, layers=(halved, *config.layers[1:]))
+    with pytest.raises(
+        ModelLoadError, match=r"0\.self_attn\.k_proj\.weight has shape \[32, 64\], wanted \[16, 64\]"
+    ):
+        load_weights(source, Model(config, torch.float32), cache_dir=folder)
 
 
 def test_dtype_that_cannot_be_computed_with(folder, model):
