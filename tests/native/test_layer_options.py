@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from lamella.attention.backend import AttentionParams
+from lamella.attention.contract import AttentionParams
 from lamella.attention.native_backend import HeadTransform, NativeBackend
 from lamella.errors import ConfigError, InvariantError
 from lamella.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec

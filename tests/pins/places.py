@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from lamella.benchmark.kv_replay.drive import replay
-from lamella.benchmark.kv_replay.layouts import layer_specs
-from lamella.benchmark.kv_replay.replay_table import budget_in_bytes
-from lamella.benchmark.kv_replay.systems import Limits, System, build_scheduler
-from lamella.benchmark.kv_replay.traces import TraceRequest
+from kv_replay.drive import replay
+from kv_replay.layouts import layer_specs
+from kv_replay.replay_table import budget_in_bytes
+from kv_replay.systems import Limits, System, build_scheduler
+from kv_replay.traces import TraceRequest
 from lamella.kv_cache.counters import count_kv_cache
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.step_buffers import PackedShape
 from lamella.native.build import targets
 from lamella.native.library import BUILDS, NativeLibrary, load_library
 
-ATTENTION_REPORT = "lamella.attention.triton.compile_report"  # modules to run
-OPERATORS_REPORT = "lamella.model_executor.operators.triton_kernels.compile_report"
+ATTENTION_REPORT = "attention_compile_report"  # modules to run
+OPERATORS_REPORT = "operator_compile_report"
 SAMPLING_REPORT = "tests.triton.compile_sampling"
 
 __all__ = [

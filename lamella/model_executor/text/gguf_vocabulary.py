@@ -7,7 +7,7 @@ from typing import Any
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.config_gguf import TOKENS_KEY
-from lamella.model_executor.typed_fields import TypedFields
+from lamella.model_executor.models.typed_fields import TypedFields
 
 MERGES_KEY = "tokenizer.ggml.merges"
 TYPES_KEY = "tokenizer.ggml.token_type"
