@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS
 
 from lamella.errors import ConfigError, ModelLoadError
 from lamella.model_executor.models.config import LayerConfig, ModelConfig
-from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS
 from lamella.model_executor.models.registry import parse_gguf_config
 from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.text.chat_templates import gguf_chat_templates

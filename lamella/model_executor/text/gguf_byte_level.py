@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.text import gguf_vocabulary as vocabulary
 from lamella.model_executor.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from lamella.model_executor.models.typed_fields import TypedFields
 
 _PRE_KEY = "tokenizer.ggml.pre"
 # Some converters mark such tokens as normal ones, and older files mark nothing.

@@ -13,9 +13,9 @@ from typing import Any
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.config_gguf import ARCHITECTURE_KEY
+from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.text import gguf_vocabulary as vocabulary
 from lamella.model_executor.text.chat import ChatTemplate
-from lamella.model_executor.models.typed_fields import TypedFields
 
 _SCORES_KEY = "tokenizer.ggml.scores"
 _SPACE = "\u2581"

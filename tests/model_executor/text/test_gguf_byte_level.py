@@ -14,11 +14,11 @@ from tokenizers import pre_tokenizers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS, convert_gguf_tokenizer
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.weights.loading import load_tokenizer, resolve_model
+from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from lamella.model_executor.text.gguf_tokenizer import tokenizer_json
 from lamella.model_executor.text.text_stream import StreamRules, TextStream
-from lamella.model_executor.models.typed_fields import TypedFields
+from lamella.model_executor.weights.loading import load_tokenizer, resolve_model
 from tests.helpers.published_tokenizers import published_tokenizer, read_fields
 from tests.helpers.text_samples import PLAIN_SAMPLES, marker_samples
 
