@@ -165,9 +165,7 @@ def test_configuration_that_disagrees_with_the_file(folder):
     first = config.layers[0]
     halved = dataclasses.replace(first, attention=dataclasses.replace(first.attention, num_kv_heads=1))
     config = dataclasses.replace(config, layers=(halved, *config.layers[1:]))
-    with pytest.raises(
-        ModelLoadError, match=r"0\.self_attn\.k_proj\.weight has shape \[32, 64\], wanted \[16, 64\]"
-    ):
+    with pytest.raises(ModelLoadError, match=r"0\.self_attn\.k_proj\.weight has shape \[32, 64\], wanted \[16, 64\]"):
         load_weights(source, Model(config, torch.float32), cache_dir=folder)
 
 
