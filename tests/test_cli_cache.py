@@ -10,9 +10,10 @@ import torch
 from click.testing import CliRunner
 
 from lamella.cli import cli
+from lamella.model_executor.layers.description import Model
 from lamella.model_executor.weights import loading
 from lamella.model_executor.weights.loading import load_config, load_weights, resolve_model
-from tests.helpers.tiny_gemma import native_shapes, save_tiny_gemma
+from tests.helpers.tiny_gemma import save_tiny_gemma
 
 DAY = 86400
 
@@ -30,8 +31,7 @@ def cache_dir(models, tmp_path, monkeypatch):
     cache_dir = tmp_path / "cache"
     for name, dtype in (("first", torch.float32), ("first", torch.bfloat16), ("second", torch.float32)):
         source = resolve_model(str(models[0] / name))
-        shapes = native_shapes(models[1][name].config)
-        load_weights(source, load_config(source), shapes, dtype=dtype, cache_dir=cache_dir)
+        load_weights(source, Model(load_config(source), dtype), cache_dir=cache_dir)
         for path in cache_dir.rglob("*.safetensors"):
             if name == "first":
                 os.utime(path, (time.time() - 3 * DAY,) * 2)

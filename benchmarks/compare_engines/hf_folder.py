@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lamella.model_executor.models.gemma3_weights import GEMMA3_WEIGHTS
 
-from lamella.errors import ConfigError, ModelLoadError
-from lamella.model_executor.models.config import LayerConfig, ModelConfig
+from lamella.errors import ConfigError, InvariantError, ModelLoadError
+from lamella.model_executor.models.config import AttentionConfig, ModelConfig, RotaryConfig
+from lamella.model_executor.models.gemma3 import GEMMA3
 from lamella.model_executor.models.registry import parse_gguf_config
 from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.text.chat_templates import gguf_chat_templates
 from lamella.model_executor.text.gguf_tokenizer import tokenizer_json
 from lamella.model_executor.text.gguf_vocabulary import TOKENIZER_ARRAYS, special_token_ids
 from lamella.model_executor.weights.checkpoint import GgufCheckpoint
-from lamella.model_executor.weights.conversion import is_norm
 from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header
+from lamella.model_executor.weights.parameters import is_norm
+
+# Of a layer: the model's name -> the checkpoint's.
+_LAYER_NAMES = {ours: theirs for theirs, ours in GEMMA3.weights.safetensors_layer.items()}
 
 
 def write_hf_folder(gguf: Path, folder: Path) -> None:
@@ -34,6 +37,8 @@ def write_hf_folder(gguf: Path, folder: Path) -> None:
         raise ConfigError(f"out={str(folder)!r} already holds a model; name another folder")
     header = read_gguf_header(gguf, string_arrays=TOKENIZER_ARRAYS)
     config = parse_gguf_config(header)
+    if config.architecture != GEMMA3.name:
+        raise ModelLoadError(f"{gguf} holds a model of family {config.architecture!r}; only {GEMMA3.name!r} is written")
     weights = _weights(gguf)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,8 +53,10 @@ def write_hf_folder(gguf: Path, folder: Path) -> None:
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
     """`config` as config.json: in transformers 5's keys, and in those that transformers 4 reads."""
-    ropes = {layer.kind: _rope(layer) for layer in config.layers}
-    windows = [layer.window_tokens for layer in config.layers if layer.window_tokens is not None]
+    attentions = [layer.attention for layer in config.layers]  # they differ in windows and rotary embedding alone
+    ropes = {each.kind: _rope(_rotary(each)) for each in attentions}
+    windows = [each.window_tokens for each in attentions if each.window_tokens is not None]
+    first = attentions[0]
     full, sliding = ropes.get("full_attention"), ropes.get("sliding_attention")
     old_keys: dict[str, Any] = {}
     if full is not None:
@@ -58,28 +65,27 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
             old_keys["rope_scaling"] = {"rope_type": "linear", "factor": full["factor"]}
     if sliding is not None:
         old_keys["rope_local_base_freq"] = sliding["rope_theta"]
-    query_pre_attn_scalar = config.query_scale**-2
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": config.layers[0].mlp.width,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": first.num_heads,
+        "num_key_value_heads": first.num_kv_heads,
+        "head_dim": first.k_dim,
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
-        "query_pre_attn_scalar": round(query_pre_attn_scalar),
+        "query_pre_attn_scalar": round(first.scale**-2),
         "sliding_window": windows[0] if windows else None,
-        "layer_types": [layer.kind for layer in config.layers],
+        "layer_types": [each.kind for each in attentions],
         "rope_parameters": ropes,
         **old_keys,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "attn_logit_softcapping": config.attn_logit_softcap,
+        "attn_logit_softcapping": first.softcap,
         "final_logit_softcapping": config.final_logit_softcap,
         **_special_ids(config),
         "dtype": "float32",
@@ -87,9 +93,16 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _rope(layer: LayerConfig) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": layer.rope_theta}
-    return rope if layer.rope_scale == 1.0 else {**rope, "rope_type": "linear", "factor": layer.rope_scale}
+def _rotary(attention: AttentionConfig) -> RotaryConfig:
+    if attention.rotary is None:
+        raise InvariantError(f"a {attention.kind} layer of {GEMMA3.name!r} has no rotary embedding; each must have one")
+    return attention.rotary
+
+
+def _rope(rotary: RotaryConfig) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rotary.theta}
+    divisor = rotary.position_divisor
+    return rope if divisor == 1.0 else {**rope, "rope_type": "linear", "factor": divisor}
 
 
 def _special_ids(config: ModelConfig) -> dict[str, Any]:
@@ -99,15 +112,25 @@ def _special_ids(config: ModelConfig) -> dict[str, Any]:
 
 
 def _weights(gguf: Path) -> dict[str, torch.Tensor]:
-    checkpoint = GgufCheckpoint(gguf, GEMMA3_WEIGHTS)
+    checkpoint = GgufCheckpoint(gguf, GEMMA3.weights)
     weights = {}
     for name, tensor in checkpoint.tensors.items():
         if tensor.problem is not None:
             raise ModelLoadError(f"{gguf}: {tensor.problem}")
         values = checkpoint.read_rows(name, 0, tensor.shape[0]).float()
-        full_name = name if name == "lm_head.weight" else f"model.{name}"
-        weights[full_name] = (values - 1.0 if is_norm(name) else values).contiguous()
+        weights[_full_name(name)] = (values - 1.0 if is_norm(name) else values).contiguous()
     return weights
+
+
+def _full_name(name: str) -> str:
+    """As checkpoints spell the model's parameter `name`."""
+    if name == "lm_head.weight":
+        return name
+    if not name.startswith("layers."):
+        return f"model.{name}"
+    _, layer, part = name.split(".", 2)
+    stem, ending = part.rsplit(".", 1)
+    return f"model.layers.{layer}.{_LAYER_NAMES[stem]}.{ending}"
 
 
 def _write_weights(weights: dict[str, torch.Tensor], folder: Path) -> None:

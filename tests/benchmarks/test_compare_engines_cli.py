@@ -257,7 +257,7 @@ class TestHfFolder:
             path, model[1], gemma3__rope__scaling__type="linear", gemma3__rope__scaling__factor=8.0
         )  # fmt: skip
         config = load_config(resolve_model(str(path)))
-        assert {layer.rope_scale for layer in config.layers} == {1.0, 8.0}
+        assert {layer.attention.rotary.position_divisor for layer in config.layers} == {1.0, 8.0}
         assert parse_config(TypedFields(hf_config(config), "config.json")) == config
 
     def test_a_folder_with_a_model_is_left_alone(self, model, gguf):

@@ -314,7 +314,7 @@ def test_close_gives_memory_back_and_ends_use(folder):
     engine.add_request("a", "the cat", GREEDY)
     engine.step()
     arena = weakref.ref(engine._require_open().runner.arena)
-    weight = weakref.ref(engine._require_open().runner.model.embed_tokens.weight)
+    weight = weakref.ref(engine._require_open().runner.model.model.embed_tokens.weight)
     engine.close()
     gc.collect()
     assert arena() is None

@@ -320,7 +320,7 @@ def test_close_gives_memory_back_though_the_error_is_kept(folder, monkeypatch, w
     engine.step()
     loaded = engine._require_open()
     arena = weakref.ref(loaded.runner.arena)
-    weight = weakref.ref(loaded.runner.model.embed_tokens.weight)
+    weight = weakref.ref(loaded.runner.model.model.embed_tokens.weight)
     part, call = where.split(".")
     monkeypatch.setattr(getattr(loaded, part), call, fail)
     del loaded

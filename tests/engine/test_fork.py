@@ -42,7 +42,7 @@ if load_library() is not None:
     place = llm.engine._loaded.runner.places[0]
     kernels, pages = llm.engine._loaded.runner.backend.kernels, place.cache.pages
     rows = torch.rand(64, pages.num_kv_heads, pages.k_dim)
-    layer = next(iter(place.cache.derived.values()))._kept[0]
+    layer = llm.engine._loaded.runner.model.operators._weights[0]
     entries |= dict(
         pack_weight=lambda: linear.pack_weight(x), linear=lambda: linear.linear(x, packed),
         linear_topk=lambda: linear.linear_topk(x, packed, 3), gather_rows=lambda: linear.gather_rows(packed, ids),

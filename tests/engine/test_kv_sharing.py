@@ -21,7 +21,10 @@ def folder(tmp_path, monkeypatch):
 
     def load(source):
         config = load_config(source)
-        layers = [dataclasses.replace(own, kv_owner=KV_SHARING.get(i)) for i, own in enumerate(config.layers)]
+        layers = [
+            dataclasses.replace(own, attention=dataclasses.replace(own.attention, kv_owner=KV_SHARING.get(index)))
+            for index, own in enumerate(config.layers)
+        ]
         return dataclasses.replace(config, layers=tuple(layers))
 
     monkeypatch.setattr(model_setup, "load_config", load)
@@ -36,6 +39,7 @@ def test_the_engine_gives_shared_layers_no_memory(folder, is_uniform, groups):
     """256 B a token and layer, 16 tokens a page: 4,096 B for each of two sliding owners and one full."""
     with Engine(
         model=folder,
+        load_format="dummy",
         dtype="float32",
         device="cpu",
         kv_cache_memory_bytes=2**20,
@@ -49,8 +53,12 @@ def test_the_engine_gives_shared_layers_no_memory(folder, is_uniform, groups):
         assert shared == [["3-4", "1's"], ["5", "2's"]]
 
 
-def test_a_model_that_has_its_own_kv_after_all_is_stopped(folder):
-    with Engine(model=folder, dtype="float32", device="cpu", kv_cache_memory_bytes=2**20, max_model_len=64) as engine:
+def test_a_model_that_has_its_own_kv_after_all_is_stopped(tmp_path, monkeypatch):
+    save_tiny_gemma(tmp_path)
+    monkeypatch.setattr(model_setup, "kv_sharing", lambda config: KV_SHARING)
+    with Engine(
+        model=str(tmp_path), dtype="float32", device="cpu", kv_cache_memory_bytes=2**20, max_model_len=64
+    ) as engine:
         engine.add_request("r", [1, 2, 3], SamplingParams(max_tokens=1))
         with pytest.raises(
             InvariantError, match="layer 3 gave K and V, but by the KV layout it reads those of layer 1"

@@ -11,6 +11,7 @@ import torch
 from lamella import LLM, SamplingParams
 from lamella.engine import generate_progress
 from lamella.model_executor import progress
+from lamella.model_executor.layers.description import Model
 from lamella.model_executor.progress import BAR_SECONDS, LINE_SECONDS, Progress, with_progress
 from lamella.model_executor.weights import loading
 from lamella.model_executor.weights.loading import load_config, load_weights, resolve_model
@@ -195,9 +196,7 @@ def test_conversion_says_once_what_it_does(saved, tmp_path, monkeypatch, capsys,
         with caplog.at_level(logging.INFO):
             load_weights(
                 source,
-                load_config(source),
-                shapes,
-                dtype=torch.float32,
+                Model(load_config(source), torch.float32),
                 cache_dir=cache_dir,
                 shows_progress=shows_progress,
             )

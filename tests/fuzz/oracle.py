@@ -19,6 +19,8 @@ import tokenizers
 from gguf.quants import dequantize
 from safetensors.numpy import load_file
 
+from tests.helpers.tiny_gemma import native_name
+
 TEXTS = (
     *("the quick brown fox", " the  cat   sat", "", "a", "  ", "\n\n\t", "0 1 2 10 100 1000", "for i in range(10):\n"),
     *(
@@ -76,7 +78,7 @@ def _norm_offset(name: str, values: np.ndarray, offset: float) -> np.ndarray:
 
 
 def _fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Separate projections (transformers' names) as the rows of one matrix each."""
+    """Separate projections (transformers' names) as the rows of one matrix each; norms by the native model's names."""
     fused = {}
     for name, values in tensors.items():
         if ".q_proj." in name:
@@ -87,7 +89,7 @@ def _fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 [values, tensors[name.replace("gate_proj", "up_proj")]]
             )
         elif not any(part in name for part in (".k_proj.", ".v_proj.", ".up_proj.")):
-            fused[name] = values
+            fused[native_name(name)] = values
     return fused
 
 

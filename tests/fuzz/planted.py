@@ -31,7 +31,7 @@ BEFORE: dict[str, Callable[[], object]] = {
 
 
 def _flip_weight(loaded: Any) -> None:
-    weight = next(value for name, value in loaded.runner.model.state_dict().items() if "down_proj" in name)
+    weight = next(value for name, value in loaded.runner.model.model.tensors.items() if "down_proj" in name)
     weight.view(torch.int32).view(-1)[7] ^= 1
 
 

@@ -143,13 +143,37 @@ _BEARS_ON = {
 }
 
 
+# What the oracle says once and layers say each for itself.
+_OF_EVERY_LAYER: dict[str, Callable[[Any], Any]] = {
+    "intermediate_size": lambda layer: layer.mlp.width,
+    "num_heads": lambda layer: layer.attention.num_heads,
+    "num_kv_heads": lambda layer: layer.attention.num_kv_heads,
+    "head_dim": lambda layer: _same(layer.attention.k_dim, layer.attention.v_dim, layer.attention.rotary.dim),
+    "query_scale": lambda layer: layer.attention.scale,
+}
+
+
+def _same(*values: int) -> Any:
+    """The one value that all are, else all of them."""
+    return values[0] if len(set(values)) == 1 else values
+
+
 def _different_config(found: Any, wanted: dict[str, Any]) -> str | None:
-    layers = [(layer.kind, layer.window_tokens, layer.rope_theta, layer.rope_scale) for layer in found.layers]
     for name, value in wanted.items():
-        ours = layers if name == "layers" else getattr(found, name)
+        if name == "layers":
+            ours: Any = [_layer_fields(layer.attention) for layer in found.layers]
+        elif name in _OF_EVERY_LAYER:
+            each = {_OF_EVERY_LAYER[name](layer) for layer in found.layers}
+            ours = next(iter(each)) if len(each) == 1 else each
+        else:
+            ours = getattr(found, name)
         if ours != value:
             return f"{name} is {ours}, wanted {value}"
     return None
+
+
+def _layer_fields(attention: Any) -> tuple[Any, ...]:
+    return attention.kind, attention.window_tokens, attention.rotary.theta, attention.rotary.position_divisor
 
 
 def _different_ends(loaded: LoadedEngine, wanted: set[int]) -> str | None:
@@ -161,7 +185,7 @@ def _different_ends(loaded: LoadedEngine, wanted: set[int]) -> str | None:
 
 
 def _different_weights(loaded: LoadedEngine, wanted: dict[str, np.ndarray]) -> str | None:
-    found = {name: tensor.float().numpy() for name, tensor in loaded.runner.model.state_dict().items()}
+    found = {name: tensor.float().numpy() for name, tensor in loaded.runner.model.model.tensors.items()}
     if found.keys() != wanted.keys():
         return f"parameters differ: {sorted(found.keys() ^ wanted.keys())[:5]}"
     for name, values in wanted.items():

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 
 from lamella.attention.contract import AttentionParams
-from lamella.attention.native_backend import HeadTransform, NativeBackend
+from lamella.attention.native_backend import HeadTransform, NativeBackend, paged_layer
 from lamella.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
-from lamella.model_executor.layers.torch_functions import rotary_frequencies, rotary_tables
+from lamella.model_executor.layers.rotary import rotary_frequencies, rotary_tables
+from lamella.model_executor.models.config import RotaryConfig
 from lamella.native.attention import AttentionKernels
 from lamella.native.decoder import DecoderWeights, run_layers
 from lamella.native.layers import LayerTail, LinearLayer
@@ -63,9 +64,8 @@ class Stack:
             page_tokens=PAGE_TOKENS, num_decodes=1, query_start=starts, seq_lens=np.array(LENGTHS),
             first_blocks=np.zeros(len(LENGTHS), dtype=np.int64), block_tables=tables, slot_mapping=slots,
         )  # fmt: skip
-        self.rotary = rotary_tables(
-            self.positions, rotary_frequencies(HEAD_DIM, 1e4, 1.0, torch.device("cpu")), torch.float32
-        )
+        frequencies = rotary_frequencies(RotaryConfig(HEAD_DIM, 1e4), torch.device("cpu"))
+        self.rotary = rotary_tables(self.positions, frequencies, torch.float32)
         self.x, self.normed = random(num_tokens, WIDTH, seed=90), random(num_tokens, WIDTH, seed=91)
 
     def caches(self):
@@ -95,7 +95,7 @@ class Stack:
         x, normed, caches = self.x.clone(), self.normed.clone(), self.caches()
         parts = list(zip(self.params, self.weights, caches, strict=True))
         run_layers(
-            [self.backend.decoder_layer(params, cache, weights) for params, weights, cache in parts],
+            [paged_layer(params, cache, weights) for params, weights, cache in parts],
             [self.backend.layer_step(params, self.rotary, self.metadata) for params, _, _ in parts],
             x,
             normed,

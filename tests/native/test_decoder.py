@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lamella.attention.native_backend import paged_layer
 from lamella.errors import ConfigError, InvariantError
 from lamella.native.decoder import run_layers
 from tests.helpers.native_stack import Stack
@@ -27,9 +28,9 @@ def test_what_does_not_fit_is_refused(native_library):
     full, sliding = stack.params
     cache = stack.caches()[0]
     with pytest.raises(ConfigError, match=r"48 -> 192.*do not fit 4 query heads and 2 KV heads.*48 -> 256"):
-        stack.backend.decoder_layer(full, cache, stack.weights[1])
+        paged_layer(full, cache, stack.weights[1])
     step = stack.backend.layer_step(sliding, stack.rotary, stack.metadata)
-    layer = stack.backend.decoder_layer(full, cache, stack.weights[0])
+    layer = paged_layer(full, cache, stack.weights[0])
     with pytest.raises(InvariantError, match="24 tokens and 32 rotated dimensions came with 23 rows"):
         run_layers([layer], [step], stack.x[:23], stack.normed[:23])
     with pytest.raises(InvariantError, match="normed has 5 rows; x has 24"):

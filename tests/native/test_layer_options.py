@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from lamella.attention.contract import AttentionParams
-from lamella.attention.native_backend import HeadTransform, NativeBackend
+from lamella.attention.native_backend import HeadTransform, NativeBackend, paged_layer
 from lamella.errors import ConfigError, InvariantError
 from lamella.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
 from lamella.native.attention import AttentionKernels
@@ -226,7 +226,7 @@ class Stack:
             x, normed = self.x[rows], self.normed[rows]
             parts = list(zip(self.layers, self.weights, caches, strict=True))
             run_layers(
-                [self.backend.decoder_layer(layer.params, cache, weights) for layer, weights, cache in parts],
+                [paged_layer(layer.params, cache, weights) for layer, weights, cache in parts],
                 [
                     self.backend.layer_step(layer.params, self.rotary(layer, positions), metadata)
                     for layer in self.layers
@@ -332,9 +332,9 @@ def test_what_does_not_fit_is_refused(native_library: NativeLibrary) -> None:
         )  # fmt: skip
     wide = angles(positions, 2 * layer.dims[2]).float()
     step = stack.backend.layer_step(params, (wide, wide), metadata)
-    made = stack.backend.decoder_layer(params, cache, weights)
+    made = paged_layer(params, cache, weights)
     with pytest.raises(InvariantError, match=f"{2 * layer.dims[2]} rotated dimensions .*heads of {layer.dims[2]}"):
         run_layers([made], [step], stack.x, stack.normed)
     other = Layer(**ROWS[0] | {"dims": (2, 1, 64, 32)}, width=96, mlp_width=64, seed=0).weights()
     with pytest.raises(ConfigError, match="do not fit"):
-        stack.backend.decoder_layer(params, cache, other)
+        paged_layer(params, cache, other)

@@ -8,7 +8,9 @@ import torch
 from lamella.attention.native_backend import NativeBackend, NativeLayerCache
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import FullAttentionSpec
-from lamella.model_executor.layers.torch_functions import apply_rotary, rms_norm, rotary_frequencies, rotary_tables
+from lamella.model_executor.layers.rotary import apply_rotary, rotary_frequencies, rotary_tables
+from lamella.model_executor.layers.torch_functions import rms_norm
+from lamella.model_executor.models.config import RotaryConfig
 from lamella.native.attention import AttentionKernels
 from lamella.native.library import NativeLibrary
 from tests.helpers.attention_cases import make_metadata, nan_arena
@@ -38,7 +40,8 @@ def make_cache(kernels: AttentionKernels, spec: FullAttentionSpec) -> tuple[Nati
 def make_tables(
     positions: torch.Tensor, rotary_dim: int, theta: float, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return rotary_tables(positions, rotary_frequencies(rotary_dim, theta, scale, positions.device), torch.float32)
+    frequencies = rotary_frequencies(RotaryConfig(rotary_dim, theta, scale), positions.device)
+    return rotary_tables(positions, frequencies, torch.float32)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

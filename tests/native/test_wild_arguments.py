@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lamella.attention.contract import AttentionParams
-from lamella.attention.native_backend import NativeBackend
+from lamella.attention.native_backend import NativeBackend, paged_layer
 from lamella.errors import ConfigError, InvariantError
 from lamella.kv_cache.spec import FullAttentionSpec
 from lamella.native.attention import AttentionKernels
@@ -213,7 +213,7 @@ def test_a_step_is_of_its_batch(native_library: NativeLibrary) -> None:
     step = stack.backend.layer_step(stack.params[0], stack.rotary, stack.metadata)
     with pytest.raises(InvariantError, match="slots are of 23 tokens; the batch has 24"):
         LayerStep(step._kept[0], stack.metadata.slot_mapping[:23], cos[:23], sin[:23])
-    layer = stack.backend.decoder_layer(stack.params[0], stack.caches()[0], stack.weights[0])
+    layer = paged_layer(stack.params[0], stack.caches()[0], stack.weights[0])
     with pytest.raises(InvariantError, match="24 tokens"):
         run_layers([layer], [step], stack.x[:23], stack.normed[:23])
 
@@ -222,7 +222,7 @@ def test_query_heads_share_kv_heads_evenly(native_library: NativeLibrary) -> Non
     stack = Stack(native_library)
     params = dataclasses.replace(stack.params[0], num_heads=3)
     with pytest.raises(ConfigError, match="3 query heads cannot share 2 KV heads"):
-        stack.backend.decoder_layer(params, stack.caches()[0], stack.weights[0])
+        paged_layer(params, stack.caches()[0], stack.weights[0])
 
 
 def int8_weight() -> Int8Weight:

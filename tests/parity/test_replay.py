@@ -61,10 +61,12 @@ def small_windows(monkeypatch):
     def load(source):
         config = load_config(source)
         layers = [
-            dataclasses.replace(layer, window_tokens=WINDOW_TOKENS) if layer.window_tokens else layer
+            dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, window_tokens=WINDOW_TOKENS))
+            if layer.attention.window_tokens
+            else layer
             for layer in config.layers
         ]
-        assert [layer for layer, each in enumerate(layers) if each.window_tokens] == list(SLIDING_LAYERS)
+        assert [layer for layer, each in enumerate(layers) if each.attention.window_tokens] == list(SLIDING_LAYERS)
         return dataclasses.replace(config, layers=tuple(layers))
 
     monkeypatch.setattr(model_setup, "load_config", load)

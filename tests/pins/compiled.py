@@ -80,7 +80,7 @@ def _run(cache: str, *command: str) -> str:
     """What it prints, in a process that compiles. cache: Triton's, a folder that begins empty."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = cache
-    done = subprocess.run([sys.executable, "-m", *command], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}; `{MAKE} {NAME}` stopped")
     return done.stdout

@@ -6,15 +6,8 @@ from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
-from tests.pins.places import (
-    Limits,
-    System,
-    budget_in_bytes,
-    build_scheduler,
-    count_kv_cache,
-    layer_specs,
-    replay,
-)
+from tests.pins.places import count_kv_cache
+from tests.pins.replay_places import Limits, System, budget_in_bytes, build_scheduler, layer_specs, replay
 from tests.pins.traces import NUM_SESSIONS_AT_ONCE, TRACES
 
 LAYOUTS = ("gpt-oss-20b", "mimo-v2-flash", "gemma-3-27b")

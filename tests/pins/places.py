@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from kv_replay.drive import replay
-from kv_replay.layouts import layer_specs
-from kv_replay.replay_table import budget_in_bytes
-from kv_replay.systems import Limits, System, build_scheduler
-from kv_replay.traces import TraceRequest
 from lamella.kv_cache.counters import count_kv_cache
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.step_buffers import PackedShape
 from lamella.native.build import targets
 from lamella.native.library import BUILDS, NativeLibrary, load_library
 
-ATTENTION_REPORT = "attention_compile_report"  # modules to run
-OPERATORS_REPORT = "operator_compile_report"
-SAMPLING_REPORT = "tests.triton.compile_sampling"
+_BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ATTENTION_REPORT = str(_BENCHMARKS / "attention_compile_report.py")  # scripts to run
+OPERATORS_REPORT = str(_BENCHMARKS / "operator_compile_report.py")
+SAMPLING_REPORT = str(_BENCHMARKS / "sampling_compile_report.py")
 
 __all__ = [
     "ATTENTION_REPORT",
     "OPERATORS_REPORT",
     "SAMPLING_REPORT",
-    "Limits",
     "ModelRunner",
     "NativeLibrary",
     "PackedShape",
-    "System",
-    "TraceRequest",
-    "budget_in_bytes",
-    "build_scheduler",
     "count_kv_cache",
-    "layer_specs",
-    "replay",
 ]
 
 

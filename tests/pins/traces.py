@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 
-from tests.pins.places import TraceRequest
+from tests.pins.replay_places import TraceRequest
 
 SPAN_TOKENS = 60
 NUM_SESSIONS_AT_ONCE = 12

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lamella.attention.contract import LayerCache
-from lamella.model_executor.layers.contract import DecoderLayer, HeadShape, Norm, Operators, Projection
+from lamella.attention.contract import AttentionParams, LayerCache
+from lamella.model_executor.layers.contract import Operators
+from lamella.model_executor.layers.description import Model
 from lamella.model_executor.layers.torch_operators import TorchOperators
 from lamella.model_executor.layers.triton import activation, heads, norm
 from lamella.model_executor.layers.triton.operators import TritonOperators
-from lamella.model_executor.step_attention import KVTarget
+from lamella.model_executor.models.config import (
+    AttentionConfig,
+    LayerConfig,
+    MLPConfig,
+    ModelConfig,
+    NormPlaces,
+    RotaryConfig,
+)
+from lamella.model_executor.step_attention import LayerPlace
 from operator_compile_report import launches
 
 VIEWS = {"t", "slice", "unflatten", "flatten", "split_with_sizes", "chunk", "view", "detach"}
@@ -67,55 +76,71 @@ class Launches:
 class QueriesThrough:
     """Instead of attention: returns the queries that it is given. Has pages for K and V."""
 
-    def __init__(self, shape: HeadShape, num_tokens: int, device: torch.device) -> None:
-        pages = torch.zeros(num_tokens, 1, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16, device=device)
-        self.cache, self.slots = LayerCache(pages, pages.clone()), torch.arange(num_tokens, device=device)
+    def __init__(self, config: AttentionConfig, num_tokens: int, device: torch.device) -> None:
+        pages = torch.zeros(num_tokens, 1, config.num_kv_heads, config.k_dim, dtype=torch.bfloat16, device=device)
+        params = AttentionParams(spec=config.spec(2), num_heads=config.num_heads, scale=config.scale)
+        self.backend = SimpleNamespace(name="triton")
+        self._place = LayerPlace(0, params, LayerCache(pages, pages.clone()))
+        self._metadata = SimpleNamespace(slot_mapping=torch.arange(num_tokens, device=device))
+
+    def output_rows(self, layer: int) -> None:
+        return None
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return q
 
-    def kv_target(self, layer: int) -> KVTarget:
-        return KVTarget(self.cache, self.slots, 1.0, 1.0)
+    def place(self, layer: int, *, has_kv: bool) -> LayerPlace:
+        assert has_kv
+        return self._place
+
+    def taken(self, layer: int) -> Any:
+        return self._metadata
 
     def attend_written(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         return q
 
 
-def layer_traffic(
-    operators: Operators, shape: HeadShape, width: int, mlp_width: int, num_tokens: int, device: torch.device
-) -> TorchTraffic:
-    """Of one layer of a Gemma 3 in bfloat16."""
-
-    def projection(num_out: int, num_in: int) -> Projection:
-        made = Projection("weight", num_out, num_in, operators, torch.bfloat16)
-        weight = torch.zeros(num_out, num_in, dtype=torch.bfloat16, device=device)
-        made.weight = nn.Parameter(weight, requires_grad=False)
-        return made
-
-    def ones(size: int) -> Norm:
-        made = Norm(size, 1e-6)
-        made.weight = nn.Parameter(torch.ones(size, device=device), requires_grad=False)
-        return made
-
-    layer = DecoderLayer(
-        projection(sum(shape.sizes), width),
-        shape,
-        ones(shape.head_dim),
-        ones(shape.head_dim),
-        projection(width, shape.sizes[0]),
-        ones(width),
-        ones(width),
-        projection(2 * mlp_width, width),
-        projection(width, mlp_width),
-        ones(width),
-        ones(width),
-        "gelu_tanh",
+def gemma_layer(num_heads: int, num_kv_heads: int, head_dim: int, width: int, mlp_width: int) -> ModelConfig:
+    """Of one full layer."""
+    attention = AttentionConfig(
+        kind="full_attention",
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        k_dim=head_dim,
+        v_dim=head_dim,
+        scale=1.0,
+        rotary=RotaryConfig(head_dim, 1e6),
+        has_head_norms=True,
     )
-    tables = torch.zeros(num_tokens, 1, shape.head_dim // 2, dtype=torch.bfloat16, device=device)
-    x, normed = (torch.zeros(num_tokens, width, dtype=torch.bfloat16, device=device) for _ in range(2))
-    attention: Any = QueriesThrough(shape, num_tokens, device)
+    layer = LayerConfig(attention, MLPConfig(mlp_width, "gelu_tanh"), NormPlaces(True, True, True, True))
+    return ModelConfig(
+        architecture="gemma3",
+        vocab_size=16,
+        hidden_size=width,
+        layers=(layer,),
+        rms_norm_eps=1e-6,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+
+
+def layer_traffic(operators: Operators, config: ModelConfig, num_tokens: int, device: torch.device) -> TorchTraffic:
+    """Of the one layer of `config` in bfloat16."""
+    model = Model(config, torch.bfloat16)
+    model.load(
+        {
+            each.name: torch.ones(each.shape, device=device)
+            if each.name.endswith("norm.weight")
+            else torch.zeros(each.shape, dtype=torch.bfloat16, device=device)
+            for each in model.parameters()
+        }
+    )
+    attention = config.layers[0].attention
+    tables = torch.zeros(num_tokens, 1, attention.k_dim // 2, dtype=torch.bfloat16, device=device)
+    x, normed = (torch.zeros(num_tokens, config.hidden_size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    step: Any = QueriesThrough(attention, num_tokens, device)
     with torch.inference_mode(), TorchTraffic() as traffic:
-        operators.run_layers(attention, 0, [layer], [(tables, tables)], x, normed)
+        operators.run(step, model.layers, model.norm, [(tables, tables)], x, normed)
     return traffic
 
 
@@ -129,7 +154,7 @@ def test_a_fused_layer_is_four_products_and_four_kernels(monkeypatch: pytest.Mon
     ):
         monkeypatch.setattr(module, name, Launches(getattr(module, name), name, launched))
     device = torch.device("cuda") if torch.cuda.is_available() else CPU
-    traffic = layer_traffic(TritonOperators(), HeadShape(2, 1, 16), 32, 48, 1, device)
+    traffic = layer_traffic(TritonOperators(), gemma_layer(2, 1, 16, 32, 48), 1, device)
     assert launched == {"heads_kernel": 1, "add_norm_kernel": 2, "gated_kernel": 1}
     launching = {name: count for name, count in traffic.counts.items() if name not in ALLOCATIONS}
     assert set(launching) <= PRODUCTS
@@ -137,22 +162,20 @@ def test_a_fused_layer_is_four_products_and_four_kernels(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "width", "mlp_width", "eager_bytes", "fused_bytes"),
+    ("name", "config", "eager_bytes", "fused_bytes"),
     [
-        ("gemma-3-270m", HeadShape(4, 1, 256), 640, 2048, 132_096, 29_184),
-        ("gemma-3-27b", HeadShape(32, 16, 128), 5376, 21504, 960_512, 248_064),
+        ("gemma-3-270m", gemma_layer(4, 1, 256, 640, 2048), 132_096, 29_184),
+        ("gemma-3-27b", gemma_layer(32, 16, 128, 5376, 21504), 960_512, 248_064),
     ],
     ids=["270m", "27b"],
 )
-def test_bytes_for_each_token(
-    name: str, shape: HeadShape, width: int, mlp_width: int, eager_bytes: int, fused_bytes: int
-) -> None:
+def test_bytes_for_each_token(name: str, config: ModelConfig, eager_bytes: int, fused_bytes: int) -> None:
     """From one token to two: weights, which both read once, drop out."""
-    one, two = (layer_traffic(TorchOperators(), shape, width, mlp_width, count, META) for count in (1, 2))
+    one, two = (layer_traffic(TorchOperators(), config, count, META) for count in (1, 2))
     assert one.counts == two.counts
     assert sum(count for name, count in one.counts.items() if name in PRODUCTS) == 4
     assert sum(one.counts.values()) == 40
-    write_kv = 2 * 2 * shape.sizes[1] * 2
+    write_kv = 2 * 2 * config.layers[0].attention.key_columns * 2
     assert two.num_bytes - one.num_bytes + write_kv == eager_bytes
 
     rows = {launch.kernel: launch.row_bytes for launch in launches() if launch.shape in (name, f"{name}, gelu_tanh")}

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from lamella import LLM, SamplingParams
 from lamella.errors import ConfigError, InvariantError
 from lamella.model_executor.layers.choice import choose_operators
-from lamella.model_executor.layers.contract import Operators, Projection
+from lamella.model_executor.layers.contract import Operators
+from lamella.model_executor.layers.description import Projection
 from lamella.model_executor.layers.torch_operators import TorchOperators
 from lamella.model_executor.layers.triton.operators import TritonOperators
+from lamella.model_executor.weights.parameters import Part
 from tests.helpers.tiny_gemma import save_tiny_gemma
 from tests.helpers.triton_cases import DEVICE
 
@@ -36,7 +37,7 @@ class Run:
         with LLM(str(folder), attention_backend="triton", dtype=dtype, check_invariants=True, **arguments) as llm:
             model = llm.engine._loaded.runner.model
             self.name = model.operators.name
-            model.operators = Watched(operators or model.operators, self.calls)
+            model.operators = watched(operators or model.operators, self.calls)
             logits = model.logits
 
             def recorded(hidden: torch.Tensor) -> Any:
@@ -50,13 +51,25 @@ class Run:
         self.hidden = torch.cat(rows)
 
 
-class Watched:
-    def __init__(self, operators: Operators, calls: Counter[str]) -> None:
-        self._operators, self._calls = operators, calls
+OPERATIONS = ("embed", "norm", "run", "attention", "multiply", "activate", "add", "head")
 
-    def __getattr__(self, name: str) -> Any:
-        self._calls[name] += 1
-        return getattr(self._operators, name)
+
+def watched(operators: Operators, calls: Counter[str]) -> Operators:
+    """`operators`, whose operations are counted whoever calls them; attention of some tokens' queries by itself."""
+
+    def counted(name: str) -> Any:
+        call = getattr(operators, name)
+
+        def count(*arguments: Any) -> Any:
+            is_of_rows = name == "attention" and arguments[-1] is not None
+            calls["attention of rows" if is_of_rows else name] += 1
+            return call(*arguments)
+
+        return count
+
+    for name in OPERATIONS:
+        setattr(operators, name, counted(name))
+    return operators
 
 
 def errors(run: Run, model: Any, prompt: list[int]) -> torch.Tensor:
@@ -76,7 +89,7 @@ def test_hidden_states_are_those_of_transformers_in_float64(dtype: str, bound: f
     prompt = np.random.default_rng(8).integers(6, 320, NUM_PROMPT).tolist()
     fused = Run(tmp_path, prompt, dtype)
     assert fused.name == "triton"
-    assert {"run_layers", "attend", "finish_layer", "norm", "embed", "head"} <= set(fused.calls)
+    assert {*OPERATIONS, "attention of rows"} <= set(fused.calls)
     assert errors(fused, model, prompt).abs().max() < bound
     if dtype == "float32":
         with torch.inference_mode():
@@ -91,8 +104,8 @@ def test_capped_logits_of_an_untied_head() -> None:
     operators = TritonOperators()
     generator = torch.Generator().manual_seed(0)
     weight, hidden = torch.randn(70, 32, generator=generator), torch.randn(5, 32, generator=generator)
-    projection = Projection("lm_head.weight", 70, 32, operators, torch.float32)
-    projection.weight = nn.Parameter(weight.to(DEVICE), requires_grad=False)
+    projection = Projection("lm_head", [Part("lm_head", 70)], 32)
+    projection.tensors["weight"] = weight.to(DEVICE)
     plain = hidden.double() @ weight.double().t()
     capped = operators.head(projection, hidden.to(DEVICE), 3.0)
     assert capped.dtype == torch.float32
