@@ -94,9 +94,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
 
 def _rotary(attention: AttentionConfig) -> RotaryConfig:
     if attention.rotary is None:
-        raise InvariantError(
-            f"a {attention.kind} layer of {GEMMA3.name!r} has no rotary embedding; each must have one"
-        )
+        raise InvariantError(f"a {attention.kind} layer of {GEMMA3.name!r} has no rotary embedding; each must have one")
     return attention.rotary
 
 
