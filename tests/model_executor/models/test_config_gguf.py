@@ -70,7 +70,7 @@ REFUSED = [
     *(("tokenizer.ggml.bos_token_id", value) for value in ("2", True, 320)),
     *(("tokenizer.ggml.eot_token_id", value) for value in (2.0, 320)),
     ("tokenizer.chat_template", 5),
-    *(("general.architecture", value) for value in ("llama", 3, True, ["gemma3"])),
+    *(("general.architecture", value) for value in ("mamba", 3, True, ["gemma3"])),
 ]
 
 
