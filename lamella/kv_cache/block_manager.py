@@ -242,28 +242,47 @@ class HybridBlockManager(CommittingRows):
     # Growing and sliding
 
     def grow(
-        self, row: int, num_computed: int, num_new: int, *, is_prefill: bool, num_processed: int | None = None
+        self,
+        row: int,
+        num_computed: int,
+        num_new: int,
+        *,
+        is_prefill: bool,
+        num_processed: int | None = None,
+        prompt_tokens: int = 0,
     ) -> bool:
         """Make room for the tokens [num_computed, num_computed + num_new), after sliding what no query
         from num_processed on can see (None: num_computed; less where a step in flight computes the tokens between),
         as `slide` does. Evicts as needed. False: no memory; the row keeps what it had.
 
         is_prefill: the step computes a chunk of the prompt: slide at once, and use step pages. While a step is in
-        flight there are none: False where the chunk should have any."""
+        flight there are none: False where the chunk should have any. prompt_tokens: as `slide` has it."""
         if num_processed is None:
             num_processed = num_computed
         lowest_resume = self._lowest_resume(row, num_processed, num_computed)
-        self._slide(row, num_processed, lowest_resume, at_once=is_prefill)
+        self._slide(row, self._lowest_owned(num_processed, prompt_tokens), lowest_resume, at_once=is_prefill)
         if is_prefill and self.in_flight and self._needs_step_pages(row, num_computed, num_computed + num_new):
             return False
         if is_prefill and self.tree.windowed_groups and not self.in_flight:
             return self._extend_for_chunk(row, num_computed, num_computed + num_new)
         return self._extend(row, ceil_div(num_computed + num_new, self.page_tokens))
 
-    def slide(self, row: int, num_computed: int) -> None:
+    def slide(self, row: int, num_computed: int, *, prompt_tokens: int = 0) -> None:
         """Let go what no query from num_computed on can see, without waiting for the interval. `num_blocks_more` blocks
-        stay in the tree for the row's end, until memory is wanted."""
-        self._slide(row, num_computed, self._lowest_resume(row, num_computed, num_computed), at_once=True)
+        stay in the tree for the row's end, until memory is wanted.
+
+        prompt_tokens: how long the prompt is, while it is being computed, else 0. Where it ends is known, so what will
+        be kept there, with `num_blocks_more` blocks, stays the row's own until it is."""
+        lowest_resume = self._lowest_resume(row, num_computed, num_computed)
+        self._slide(row, self._lowest_owned(num_computed, prompt_tokens), lowest_resume, at_once=True)
+
+    def _lowest_owned(self, num_processed: int, prompt_tokens: int) -> int:
+        """The lowest position from which on the row must be able to go on, or a later prompt from the end of its own:
+        inside the last block of that, too."""
+        if not prompt_tokens or not self.num_blocks_more:
+            return num_processed
+        last_whole = prompt_tokens // self.page_tokens * self.page_tokens
+        return max(0, min(num_processed, last_whole - self.num_blocks_more * self.page_tokens))
 
     def _lowest_resume(self, row: int, num_processed: int, num_computed: int) -> int:
         """The lowest position at which a prompt may resume that parts from the row's tokens inside the last block
