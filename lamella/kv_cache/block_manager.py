@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.child_index import NO_NODE
 from lamella.kv_cache.expectations import Expectation
 from lamella.kv_cache.prefix_match import NO_MATCH, PrefixMatch
@@ -155,9 +154,9 @@ class HybridBlockManager(CommittingRows):
             first = min(spec.first_needed(match.num_tokens) // self.page_tokens, num_whole)
             if match.num_replayed_tokens and spec.is_windowed:
                 first = num_whole
-            elif spec.is_windowed and self.num_blocks_more:
-                first = self._first_to_hold(group, match, first)
-            self.first_kept[group, row] = first
+            self.first_kept[group, row] = self.first_left[group, row] = first
+            if spec.is_windowed and self.num_blocks_more:
+                self._leave_found(group, row, match)
             for block in range(first, num_whole):
                 node = match.path[block]
                 self._count_owned(group, +int(tree.refs_at[group][node] == 0))
@@ -177,16 +176,16 @@ class HybridBlockManager(CommittingRows):
         tree.touch(match.tail_node)
         return True
 
-    def _first_to_hold(self, group: int, match: PrefixMatch, first: int) -> int:
-        """`first`, or the block as far below it as there are pages that the row's end, should it come soon, will need
-        to be kept with a block more."""
+    def _leave_found(self, group: int, row: int, match: PrefixMatch) -> None:
+        """Of the blocks below the window, leave those for the row's end that it will need, should it come soon, to be
+        kept with a block more."""
         last_whole = match.num_tokens // self.page_tokens * self.page_tokens
         lowest_resume = max(0, last_whole - self.num_blocks_more * self.page_tokens)
-        lowest = self.tree.specs[group].first_needed(lowest_resume) // self.page_tokens
-        pages = self.tree.page_at[group]
-        while first > lowest and pages[match.path[first - 1]] != NULL_PAGE:
-            first -= 1
-        return first
+        first = self.tree.specs[group].first_needed(lowest_resume) // self.page_tokens
+        kept = int(self.first_kept[group, row])
+        for block in range(first, kept):
+            self.tree.want_for_end(group, match.path[block])
+        self.first_left[group, row] = min(first, kept)
 
     def _begin_after(self, row: int, start: int) -> None:
         """Nothing before the block boundary `start` is computed or read: no windowed KV exists there. What follows is
@@ -196,7 +195,7 @@ class HybridBlockManager(CommittingRows):
         if self.enable_prefix_caching:
             self.num_committed[row] = self.num_settled[row] = self._resume_block[row] = num_blocks
         self._junction[row] = -1
-        self.first_kept[:, row] = num_blocks
+        self.first_kept[:, row] = self.first_left[:, row] = num_blocks
         self.first_keys[:, row] = start
         self.scratch_end[:, row] = [ceil_div(exact, self.page_tokens) for exact in self.replay.exact_from(start)]
 
@@ -204,9 +203,10 @@ class HybridBlockManager(CommittingRows):
         """Own scratch pages for the windowed KV of the tokens that are replayed; the full KV is locked already."""
         start, end = match.num_tokens // self.page_tokens, len(match.path)
         groups = self.tree.windowed_groups
+        self._leave_nothing(row)
         if not self._own_pages(row, [(group, start, end) for group in groups]):
             return False
-        self.first_kept[groups, row] = start
+        self.first_kept[groups, row] = self.first_left[groups, row] = start
         self.first_keys[groups, row] = match.num_tokens
         self.scratch_end[groups, row] = end
         self.num_settled[row] = end - 1  # so that `commit` is called when the replay is done
@@ -242,30 +242,47 @@ class HybridBlockManager(CommittingRows):
     # Growing and sliding
 
     def grow(
-        self, row: int, num_computed: int, num_new: int, *, is_prefill: bool, num_processed: int | None = None
+        self,
+        row: int,
+        num_computed: int,
+        num_new: int,
+        *,
+        is_prefill: bool,
+        num_processed: int | None = None,
+        prompt_tokens: int = 0,
     ) -> bool:
         """Make room for the tokens [num_computed, num_computed + num_new), after sliding what no query
         from num_processed on can see (None: num_computed; less where a step in flight computes the tokens between),
-        but for `num_blocks_more` blocks. Evicts as needed. False: no memory; the row keeps what it had.
+        as `slide` does. Evicts as needed. False: no memory; the row keeps what it had.
 
-        is_prefill: the step computes a chunk of the prompt: slide now, and use step pages. While a step is in flight
-        there are none: False where the chunk should have any."""
+        is_prefill: the step computes a chunk of the prompt: slide at once, and use step pages. While a step is in
+        flight there are none: False where the chunk should have any. prompt_tokens: as `slide` has it."""
         if num_processed is None:
             num_processed = num_computed
-        if is_prefill:
-            self.slide(row, num_processed)
-        else:
-            self._slide(row, self._lowest_resume(row, num_processed, num_computed), at_once=False)
+        lowest_resume = self._lowest_resume(row, num_processed, num_computed)
+        self._slide(row, self._lowest_owned(num_processed, prompt_tokens), lowest_resume, at_once=is_prefill)
         if is_prefill and self.in_flight and self._needs_step_pages(row, num_computed, num_computed + num_new):
             return False
         if is_prefill and self.tree.windowed_groups and not self.in_flight:
             return self._extend_for_chunk(row, num_computed, num_computed + num_new)
         return self._extend(row, ceil_div(num_computed + num_new, self.page_tokens))
 
-    def slide(self, row: int, num_computed: int) -> None:
-        """Let go what no query from num_computed on can see, but for `num_blocks_more` blocks, without waiting for
-        the interval."""
-        self._slide(row, self._lowest_resume(row, num_computed, num_computed), at_once=True)
+    def slide(self, row: int, num_computed: int, *, prompt_tokens: int = 0) -> None:
+        """Let go what no query from num_computed on can see, without waiting for the interval. `num_blocks_more` blocks
+        stay in the tree for the row's end, until memory is wanted.
+
+        prompt_tokens: how long the prompt is, while it is being computed, else 0. Where it ends is known, so what will
+        be kept there, with `num_blocks_more` blocks, stays the row's own until it is."""
+        lowest_resume = self._lowest_resume(row, num_computed, num_computed)
+        self._slide(row, self._lowest_owned(num_computed, prompt_tokens), lowest_resume, at_once=True)
+
+    def _lowest_owned(self, num_processed: int, prompt_tokens: int) -> int:
+        """The lowest position from which on the row must be able to go on, or a later prompt from the end of its own:
+        inside the last block of that, too."""
+        if not prompt_tokens or not self.num_blocks_more:
+            return num_processed
+        last_whole = prompt_tokens // self.page_tokens * self.page_tokens
+        return max(0, min(num_processed, last_whole - self.num_blocks_more * self.page_tokens))
 
     def _lowest_resume(self, row: int, num_processed: int, num_computed: int) -> int:
         """The lowest position at which a prompt may resume that parts from the row's tokens inside the last block
@@ -342,6 +359,7 @@ class HybridBlockManager(CommittingRows):
     def _drop_row(self, row: int) -> None:
         self._unlock_copy_sources(row)  # a copy that has not run must not, into a page that is no longer ours
         self._drop_step_pages(row)
+        self._leave_nothing(row)
         num_blocks = int(self.num_blocks[row])
         # Last block first: an ancestor can go only after its descendants.
         for block in range(num_blocks - 1, -1, -1):
@@ -351,7 +369,7 @@ class HybridBlockManager(CommittingRows):
         self.frontier[row] = NO_NODE
         self.tree.unpin(frontier)
         self.nodes[row, :num_blocks] = NO_NODE
-        self.first_kept[:, row] = self.first_keys[:, row] = self.scratch_end[:, row] = 0
+        self.first_kept[:, row] = self.first_left[:, row] = self.first_keys[:, row] = self.scratch_end[:, row] = 0
         self.replaying.pop(row, None)
         for group in range(self.num_groups):
             self._stamp(group, row)
@@ -372,6 +390,6 @@ class HybridBlockManager(CommittingRows):
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix that no running request uses. True: nothing cached is left."""
-        while self.tree.evict_one():
+        while self.tree.evict_for_end() or self.tree.evict_one():
             pass
         return not any(self.usage()[group.name].cached for group in self.layout.groups)

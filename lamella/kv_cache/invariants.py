@@ -130,6 +130,12 @@ def _check_tree(manager: HybridBlockManager, tree_nodes: set[int], refs: Counter
         _require(node in tree_nodes, f"resume point at node {node}, which is gone")
         holds.update(tree.resume_points.held(node))
     _require(all(node in tree_nodes for _, node in tree.spare), "a spare page of a node that is gone")
+    ends = Counter(
+        (group, int(node))
+        for group, row in np.argwhere(manager.first_left < manager.first_kept).tolist()
+        for node in manager.nodes[row, manager.first_left[group, row] : manager.first_kept[group, row]]
+    )
+    _require(all(node in tree_nodes for _, node in [*tree.for_ends, *ends]), "an end wants what is gone")
     for node in tree.expected:
         _require(node in tree.resume_points, f"node {node} is expected, but no resume point")
     _require(tree.knows_what_to_evict(), "a resume point is set aside, though without it a page would be free")
@@ -152,8 +158,12 @@ def _check_tree(manager: HybridBlockManager, tree_nodes: set[int], refs: Counter
             _require(page != NULL_PAGE or not (count or holds[group, node]), f"node {node} is used but has no page")
             if spec.is_windowed:
                 kept = count or holds[group, node]
-                is_spare = (group, node) in tree.spare
-                _require(page == NULL_PAGE or kept or is_spare, f"node {node}: a page nobody keeps")
+                is_spare, is_for_end = (group, node) in tree.spare, (group, node) in tree.for_ends
+                num_ends, is_unkept = ends[group, node], page != NULL_PAGE and not kept
+                _require(int(tree.ends[group, node]) == num_ends, f"group {group} node {node}: ends that want it")
+                _require(is_for_end == (is_unkept and num_ends > 0), f"node {node}: whether its page is for an end")
+                _require(not is_unkept or is_spare or is_for_end, f"node {node}: a page nobody keeps")
+                _require(not (is_spare and is_for_end), f"node {node}: its page is spare and for an end")
                 _require(not is_spare or (page != NULL_PAGE and not kept), f"node {node}: its page is not spare")
                 _require(
                     not count or all(tree.refs[full, node] for full in tree.full_groups),

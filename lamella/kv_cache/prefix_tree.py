@@ -17,7 +17,9 @@ dead weight. When a node's last reason to exist goes, it goes with its pages, an
 that only led to it.
 
 With `keep_spare`, a windowed page that loses its last reference or hold is *spare*: still in the tree, and
-the first to go when memory is wanted. So idle memory serves prefixes that no resume point covers.
+the first to go when memory is wanted. So idle memory serves prefixes that no resume point covers. A page that the
+end of a running request will want is *for an end* instead, with `keep_spare` or without: whoever wants memory takes
+such a page with `evict_for_end` when none is spare and before any resume point.
 
 A resume point that a waiting request *expects* to start from goes after all others; of those, the one whose
 request will run last.
@@ -70,6 +72,7 @@ class PrefixTree:
         self.resume_points = ResumePoints()
         self.expected = self.resume_points.expected
         self.spare: OrderedDict[Page, None] = OrderedDict()  # oldest first
+        self.for_ends: OrderedDict[Page, None] = OrderedDict()  # likewise
 
     def continue_totals(self, before: PrefixTree) -> None:
         """Count on from where the tree that this one takes the place of stopped."""
@@ -87,18 +90,20 @@ class PrefixTree:
         self.page = np.full((num_groups, capacity), NULL_PAGE, dtype=np.int64)
         self.refs = np.zeros((num_groups, capacity), dtype=np.int64)
         self.holds = np.zeros((num_groups, capacity), dtype=np.int64)
+        self.ends = np.zeros((num_groups, capacity), dtype=np.int64)  # running requests whose end will want the page
         # The same memory one item at a time: plain ints, several times faster than items of an array.
         self._parent_at, self._end_at = self.parent.data, self.end.data
         self._num_children_at, self._pins_at = self.num_children.data, self.pins.data
         self.page_at = [row.data for row in self.page]
         self.refs_at = [row.data for row in self.refs]
         self._holds_at = [row.data for row in self.holds]
+        self._ends_at = [row.data for row in self.ends]
 
     def _grow_rows(self) -> None:
-        old = (self.parent, self.end, self.num_children, self.pins, self.page, self.refs, self.holds)
+        old = (self.parent, self.end, self.num_children, self.pins, self.page, self.refs, self.holds, self.ends)
         capacity = len(self.parent)
         self._allocate_rows(2 * capacity)
-        new = (self.parent, self.end, self.num_children, self.pins, self.page, self.refs, self.holds)
+        new = (self.parent, self.end, self.num_children, self.pins, self.page, self.refs, self.holds, self.ends)
         for source, target in zip(old, new, strict=True):
             target[..., :capacity] = source
 
@@ -268,7 +273,7 @@ class PrefixTree:
         page = self.page_at[group][node]
         assert page != NULL_PAGE, "only a live page can be locked"
         self.refs_at[group][node] += 1
-        self.spare.pop((group, node), None)
+        self._note_kept((group, node))
         return page
 
     def unlock(self, group: int, node: int) -> None:
@@ -291,12 +296,32 @@ class PrefixTree:
         assert self._pins_at[node] >= 0, "unpin without pin"
         self.prune(node)
 
+    def want_for_end(self, group: int, node: int) -> None:
+        """The end of a running request will want the node's windowed page of `group`, if that is there then."""
+        self._ends_at[group][node] += 1
+        if (group, node) in self.spare:
+            del self.spare[group, node]
+            self.for_ends[group, node] = None
+
+    def unwant_for_end(self, group: int, node: int) -> None:
+        """It will not, or that was the end."""
+        self._ends_at[group][node] -= 1
+        if not self._ends_at[group][node] and (group, node) in self.for_ends:
+            del self.for_ends[group, node]
+            self._release_window_page(group, node)
+
+    def _note_kept(self, page: Page) -> None:
+        self.spare.pop(page, None)
+        self.for_ends.pop(page, None)
+
     def _release_window_page(self, group: int, node: int) -> None:
-        """A windowed page that nothing keeps is spare, or free."""
+        """A windowed page that nothing keeps is for an end, or spare, or free."""
         if self._is_windowed[group] and not self.refs_at[group][node] and not self._holds_at[group][node]:
             if self.page_at[group][node] == NULL_PAGE:
                 return
-            if self.keep_spare and node not in self.pending:
+            if self._ends_at[group][node]:
+                self.for_ends[group, node] = None
+            elif self.keep_spare and node not in self.pending:
                 self.spare[group, node] = None
             else:
                 self._drop_window_page(group, node)
@@ -320,7 +345,7 @@ class PrefixTree:
                 page = pages[node]
                 if page != NULL_PAGE:
                     pages[node] = NULL_PAGE
-                    self.spare.pop((group, node), None)
+                    self._note_kept((group, node))
                     self.num_dead_full_pages += not self._is_windowed[group]
                     self._free_page(group, page)
             parent = self._index.remove(node)
@@ -357,7 +382,7 @@ class PrefixTree:
         for group, held in window_nodes:
             assert self.page_at[group][held] != NULL_PAGE, "a resume point holds live pages only"
             self._holds_at[group][held] += 1
-            self.spare.pop((group, held), None)
+            self._note_kept((group, held))
         self._let_go(self.resume_points.replace(node, window_nodes))
 
     def drop_resume_point(self, node: int) -> None:
@@ -401,6 +426,15 @@ class PrefixTree:
                 self._evict(node)
             return True
         return False
+
+    def evict_for_end(self) -> bool:
+        """Let go the page that is for an end and has been the longest; False: there is none."""
+        if not self.for_ends:
+            return False
+        (group, node), _ = self.for_ends.popitem(last=False)
+        self._drop_window_page(group, node)
+        self.num_evicted_spare_pages += 1
+        return True
 
     def evict_one(self) -> bool:
         """Let go the spare page or else the resume point that is worth least; False: nothing keeps memory from use.
@@ -446,4 +480,7 @@ class PrefixTree:
             if spare:
                 self._release_window_page(group, node)
             elif not self.refs_at[group][node] and not holds[node]:
-                self._drop_window_page(group, node)
+                if self._ends_at[group][node]:
+                    self.for_ends[group, node] = None
+                else:
+                    self._drop_window_page(group, node)

@@ -52,8 +52,8 @@ class RetentionPolicy:
 
     @property
     def num_blocks_more(self) -> int:
-        """Blocks below the window that running requests hold, so that their ends can be kept with as many: a later
-        prompt may part inside the last block."""
+        """Blocks below the window that running requests leave in the tree, so that their ends can be kept with as many:
+        a later prompt may part inside the last block."""
         return int(self.keeps_ends)
 
     @property

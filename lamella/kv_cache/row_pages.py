@@ -51,7 +51,7 @@ class RowPages:
         self.interval_tokens = interval_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.retention = RetentionPolicy() if retention is None else retention
-        # Blocks that a row holds below its windows, to leave them to the resume point at its end.
+        # Blocks below its windows that a row leaves in the tree for the resume point at its end.
         self.num_blocks_more = self.retention.num_blocks_more if enable_prefix_caching else 0
         self.windowed_replay = windowed_replay
         self.skips_prompts = skips_prompts
@@ -92,6 +92,8 @@ class RowPages:
         self.tables = np.full((self.num_groups, num_rows, max_blocks), NULL_PAGE, dtype=np.int64)
         self.nodes = np.full((num_rows, max_blocks), NO_NODE, dtype=np.int64)
         self.first_kept = np.zeros((self.num_groups, num_rows), dtype=np.int64)  # in blocks
+        # Blocks from here up to first_kept are left for the row's end: what the tree still has of them then is kept.
+        self.first_left = np.zeros((self.num_groups, num_rows), dtype=np.int64)
         # A new number when entries of the row's table or its first_kept change, new blocks excepted: those num_blocks
         # tells. No two rows ever have the same, so that who keeps a copy of a table knows whether it is still right.
         first_stamp = self._next_stamp
@@ -113,6 +115,7 @@ class RowPages:
         self._pages_at = [[row.data for row in table] for table in self.tables]  # [group][row][block]
         self._nodes_at = [row.data for row in self.nodes]
         self._first_kept_at = [rows.data for rows in self.first_kept]
+        self._first_left_at = [rows.data for rows in self.first_left]
         self._stamps_at = [rows.data for rows in self.table_stamps]
         self._num_blocks_at, self._num_committed_at = self.num_blocks.data, self.num_committed.data
         self._num_settled_at, self._frontier_at = self.num_settled.data, self.frontier.data
@@ -126,9 +129,9 @@ class RowPages:
         self.given_up: list[tuple[int, int]] = []  # (group, page), free when the step in flight is processed
         self.num_owned = [0] * self.num_groups
 
-    def _slide(self, row: int, position: int, *, at_once: bool) -> None:
+    def _slide(self, row: int, position: int, end_position: int, *, at_once: bool) -> None:
         """Let go what nothing needs that resumes at `position` or later, when an interval of it has gathered, or
-        `at_once`."""
+        `at_once`; of that, leave for the row's end what one needs that resumes at end_position."""
         for group in self.tree.windowed_groups:
             first = self.tree.specs[group].first_needed(position)
             kept = self._first_kept_at[group][row]
@@ -136,10 +139,32 @@ class RowPages:
             if lag_tokens < self.page_tokens or not (at_once or lag_tokens >= self.interval_tokens):
                 continue
             new_first = first // self.page_tokens
+            self._leave_for_end(group, row, new_first, self.tree.specs[group].first_needed(end_position))
             for block in range(kept, min(new_first, self._num_blocks_at[row])):
                 self._release_block(group, row, block)
             self._first_kept_at[group][row] = new_first
             self._stamp(group, row)
+
+    def _leave_for_end(self, group: int, row: int, new_first: int, end_first: int) -> None:
+        """The row's blocks below `new_first` are about to slide: leave those that have tokens from `end_first` on for
+        its end, and what was left before no more."""
+        tree, nodes, kept = self.tree, self._nodes_at[row], self._first_kept_at[group][row]
+        left, first = self._first_left_at[group][row], end_first // self.page_tokens
+        if nodes[new_first - 1] == NO_NODE:  # it slides past what the tree does not have
+            first = new_first
+        for block in range(max(first, kept), new_first):
+            tree.want_for_end(group, nodes[block])
+        for block in range(left, min(first, kept)):
+            tree.unwant_for_end(group, nodes[block])
+        self._first_left_at[group][row] = max(left, min(first, new_first))
+
+    def _leave_nothing(self, row: int) -> None:
+        nodes = self._nodes_at[row]
+        for group in self.tree.windowed_groups:
+            kept = self._first_kept_at[group][row]
+            for block in range(self._first_left_at[group][row], kept):
+                self.tree.unwant_for_end(group, nodes[block])
+            self._first_left_at[group][row] = kept
 
     def _extend(self, row: int, num_blocks: int) -> bool:
         """Own private pages for the blocks up to `num_blocks`, in every group, or in none."""
@@ -244,13 +269,14 @@ class RowPages:
         return num_bytes <= self.idle_bytes()
 
     def idle_bytes(self) -> int:
-        """Memory that is free, or spare pages'."""
+        """Memory that is free, or of pages that are spare or for an end."""
         groups, tree = self.layout.groups, self.tree
         if not tree.windowed_groups:
             return 0
         total_bytes = (self.arena.num_slabs - 1) * self.layout.slab_bytes
         used_bytes = sum(used * group.page_bytes for used, group in zip(self.arena.num_used, groups, strict=True))
-        return total_bytes - used_bytes + len(tree.spare) * min(groups[one].page_bytes for one in tree.windowed_groups)
+        num_unkept = len(tree.spare) + len(tree.for_ends)
+        return total_bytes - used_bytes + num_unkept * min(groups[one].page_bytes for one in tree.windowed_groups)
 
     def _drop_step_pages(self, row: int) -> None:
         """The step has run, or the row is not in it after all."""
@@ -309,8 +335,12 @@ class RowPages:
         return pages
 
     def _evict_for(self, group: int) -> bool:
-        """Where slabs cannot move, full pages are of no use to a windowed group: windows go alone, if they can be
+        """Spare pages go first, then what is for the ends of running requests, then resume points.
+
+        Where slabs cannot move, full pages are of no use to a windowed group: windows go alone, if they can be
         replayed."""
+        if not self.tree.spare and self.tree.evict_for_end():
+            return True
         if self.windowed_replay and self.arena.slab_quota is not None and self.tree.specs[group].is_windowed:
             return self.tree.strip_one(self._can_be_replayed) or self.tree.evict_one()
         return self.tree.evict_one()

@@ -32,7 +32,8 @@ def open_engine(folder, page, interval):
 
 
 def run(engine, request_id, prompt, num_tokens):
-    """Sliding pages in the only request's table in each step, of prefill and of decode, and its last output."""
+    """Sliding pages in the only request's table or left for its end in each step, of prefill and of decode, and its
+    last output."""
     engine.add_request(request_id, prompt, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
     prefill, decode, planned = [], [], []
     scheduler = engine._require_open().scheduler
@@ -41,7 +42,8 @@ def run(engine, request_id, prompt, num_tokens):
 
     def watched():
         plan = schedule(scheduler)
-        planned.append(int((manager.tables[group] != NULL_PAGE).sum()))
+        num_left = int((manager.first_kept[group] - manager.first_left[group]).sum())
+        planned.append(int((manager.tables[group] != NULL_PAGE).sum()) + num_left)
         return plan
 
     scheduler.schedule = watched

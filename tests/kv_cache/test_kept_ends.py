@@ -50,6 +50,12 @@ def evict_all(simulation: Simulation) -> None:
         pass
 
 
+def evict_what_is_left_for_ends(simulation: Simulation) -> None:
+    evict_all(simulation)
+    while simulation.manager.tree.evict_for_end():
+        pass
+
+
 def run_to_the_end(case: Case) -> tuple[Simulation, list[int], int, int]:
     """The simulation, the request's tokens, how many are computed, and the end that is kept."""
     is_long = case.num_prompt_tokens > 200
@@ -74,6 +80,8 @@ def run_to_the_end(case: Case) -> tuple[Simulation, list[int], int, int]:
     while request.row >= 0 and not request.is_finished and num_computed < wanted:
         num_computed = int(rows.num_computed[request.row])
         if num_computed < wanted:
+            if case.end == "prompt" and not case.num_shared:  # where it ends is known: what is kept there is its own
+                evict_what_is_left_for_ends(simulation)
             simulation.step()
             if case.end != "prompt" and request.row >= 0:  # all that is kept must be the request's own until it ends
                 evict_all(simulation)

@@ -132,7 +132,7 @@ class Admission:
                 max_model_len=len(request.token_ids) + 1,
                 chunk_tokens=page_tokens,
                 interval_tokens=manager.interval_tokens,
-                num_blocks_more=manager.num_blocks_more,
+                num_blocks_more=0,  # what requests leave for their ends goes when memory is wanted
             )
         )
         prefills = [row for row in running if rows.num_tokens[row] - rows.num_computed[row] > 1]

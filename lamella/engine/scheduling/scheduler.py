@@ -171,7 +171,8 @@ class Scheduler:
             manager.commit(row, rows.tokens[row], num_computed, ends_prompt=ends)
         is_chunk = step.num_new > 1
         for row, num_computed in zip(scheduled[is_chunk].tolist(), computed[is_chunk].tolist(), strict=True):
-            manager.slide(row, num_computed)
+            prompt_tokens = int(rows.num_tokens[row])
+            manager.slide(row, num_computed, prompt_tokens=prompt_tokens if num_computed < prompt_tokens else 0)
         new_tokens = append_tokens(rows, step.sampled_rows, result)
         self._num_generated_tokens += len(new_tokens.token_ids)
         for request in (*new_tokens.ended, *new_tokens.failed):
@@ -288,10 +289,18 @@ class Scheduler:
         must be processed first.
         """
         computed, num_processed = int(reached.num_computed[row]), int(self.rows.num_computed[row])
+        prompt_tokens = int(self.rows.num_tokens[row]) if is_prefill else 0
         while True:
             chunk = most
             while chunk:
-                if self.manager.grow(row, computed, chunk, is_prefill=is_prefill, num_processed=num_processed):
+                if self.manager.grow(
+                    row,
+                    computed,
+                    chunk,
+                    is_prefill=is_prefill,
+                    num_processed=num_processed,
+                    prompt_tokens=prompt_tokens,
+                ):
                     return chunk
                 if self._planned:
                     self._must_wait = True
@@ -318,9 +327,10 @@ class Scheduler:
 
     def _slide_running(self) -> bool:
         """Take back window pages that lag behind by an eviction interval; whether there were any."""
-        before = sum(self.manager.num_owned)
+        rows, before = self.rows, sum(self.manager.num_owned)
         for row in self.running:
-            self.manager.slide(row, int(self.rows.num_computed[row]))
+            num_computed, num_tokens = int(rows.num_computed[row]), int(rows.num_tokens[row])
+            self.manager.slide(row, num_computed, prompt_tokens=num_tokens if num_computed + 1 < num_tokens else 0)
         return sum(self.manager.num_owned) < before
 
     def _preempt(self, row: int, *, keep: bool = True) -> Request:
@@ -396,8 +406,10 @@ class Scheduler:
         """Room in `row` for the cached prefix and up to `most` tokens more; returns how many, 0 for none."""
         if not self.manager.begin(row, match, request.salt, parting_tokens=self.queue.parting_tokens(request)):
             return 0
-        chunk = most
-        while chunk and not self.manager.grow(row, match.num_tokens, chunk, is_prefill=True):
+        chunk, prompt_tokens = most, len(request.token_ids)
+        while chunk and not self.manager.grow(
+            row, match.num_tokens, chunk, is_prefill=True, prompt_tokens=prompt_tokens
+        ):
             chunk = 0 if self._planned else chunk // 2
         if not chunk:
             self.manager.release(row, request.token_ids, match.num_tokens, keep=False)
