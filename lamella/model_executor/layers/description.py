@@ -13,7 +13,7 @@ import torch
 
 from lamella.errors import InvariantError
 from lamella.model_executor.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
-from lamella.model_executor.weights.parameters import Parameter, Part
+from lamella.model_executor.weights.parameters import Parameter, Part, is_vector
 
 
 class Norm:
@@ -129,13 +129,18 @@ class Model:
 
         Raises InvariantError for a name that is nobody's, and where a part of the model gets none.
         """
-        by_holder = {holder.name: holder.tensors for holder in self._holders}
+        by_name = {holder.name: holder for holder in self._holders}
+        vectors = {each.name for each in self.parameters() if is_vector(each.name)}
         for name, tensor in tensors.items():
-            holder, _, ending = name.rpartition(".")
-            if holder not in by_holder:
+            place, _, ending = name.rpartition(".")
+            holder = by_name.get(place)
+            # A weight's endings are its form's; norms and biases have one name each.
+            is_of_form = isinstance(holder, Projection) and ending != "bias"
+            if holder is None or not (is_of_form or name in vectors):
                 raise InvariantError(f"the model has no place for {name}")
-            by_holder[holder][ending] = tensor
-        lacking = [holder.name for holder in self._holders if not holder.tensors]
+            holder.tensors[ending] = tensor
+        lacking = [holder.name for holder in self._holders if not holder.tensors.keys() - {"bias"}]
+        lacking += sorted(name for name in vectors - tensors.keys() if name.endswith(".bias"))
         if lacking:
             raise InvariantError(f"the model got no weights for {', '.join(lacking[:5])}")
 

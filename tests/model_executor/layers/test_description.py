@@ -163,3 +163,29 @@ def test_a_part_that_gets_nothing_is_named(name: str) -> None:
     del tensors[name]
     with pytest.raises(InvariantError, match=f"no weights for {name.removesuffix('.weight')}"):
         model.load(tensors)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name.endswith(".bias")])
+def test_a_bias_is_asked_for_and_taken_by_who_has_it_alone(name: str) -> None:
+    model = Model(make_config(OPTION_LAYER), torch.float32)
+    tensors = zeros(model)
+    bias = tensors.pop(name)
+    with pytest.raises(InvariantError, match=f"no weights for {name.removesuffix('.bias')}"):
+        model.load(tensors)
+    plain = Model(make_config(PLAIN_LAYER), torch.float32)
+    with pytest.raises(InvariantError, match=f"no place for {name}"):
+        plain.load({**zeros(plain), name: bias})
+
+
+def test_a_bias_alone_is_no_projection() -> None:
+    model = Model(make_config(OPTION_LAYER), torch.float32)
+    tensors = zeros(model)
+    del tensors["layers.0.mlp.down_proj.weight"]
+    with pytest.raises(InvariantError, match=r"no weights for layers\.0\.mlp\.down_proj"):
+        model.load(tensors)
+
+
+def test_a_norm_takes_a_weight_and_nothing_else() -> None:
+    model = Model(make_config(PLAIN_LAYER), torch.float32)
+    with pytest.raises(InvariantError, match=r"no place for norm\.bias"):
+        model.load({**zeros(model), "norm.bias": torch.zeros(8)})
