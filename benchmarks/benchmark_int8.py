@@ -101,7 +101,7 @@ def run_gguf(path: str, ceilings: Ceilings) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gguf", help="a GGUF file of types Q8_0, Q5_0, Q4_K, Q6_K")
+    parser.add_argument("--gguf", help=f"a GGUF file of types {', '.join(FORMATS)}")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--head", type=int, nargs=2, default=(640, 262_144), metavar=("INPUTS", "OUTPUTS"))
     parser.add_argument("--only", choices=("layers", "head", "gguf"))

@@ -58,6 +58,22 @@ def test_best_outputs_are_those_of_the_float_chain(num_out, num_in, num_rows):
         expect_best(head, x, weight, num_best, scores)
 
 
+@pytest.mark.parametrize(("num_out", "num_in"), [pytest.param(49152, 576, marks=pytest.mark.slow), (9000, 896)])
+def test_the_vocabularies_of_models(num_out, num_in):
+    """Against float64, for a chain over so many outputs takes long."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(num_out, num_in, generator=generator)
+    x = torch.randn(6, num_in, generator=generator)
+    scores = x.double() @ weight.double().T
+    values, ids = scores.topk(21)
+    assert (values.diff(dim=1) < -1e-4).all(), "or rounding could change the order"
+    head = head_of(weight)
+    for rows in (1, 6):
+        found = head.best(x[:rows], 20)
+        assert torch.equal(found.ids, ids[:rows, :20])
+        torch.testing.assert_close(found.values.double(), values[:rows, :20], rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("repeats", [1, 5])
 def test_few_columns_are_scored_again_where_one_stands_out(repeats):
     generator = torch.Generator().manual_seed(0)
