@@ -11,6 +11,7 @@ import pytest
 from lamella import LLM, SamplingParams
 from lamella.native.library import load_library
 from tests.helpers.step_page_watch import watch_step_pages
+from tests.parity.greedy_run import compare_gaps, runner
 from tests.parity.harness import compare_greedy, load_cases
 
 CASES = load_cases()
@@ -28,39 +29,6 @@ def engine(**arguments):
     return LLM("demo:gemma-3-270m", **{**defaults, **arguments})
 
 
-def runner(llm, batch: int | None = None, seen: list | None = None):
-    """How the harness asks for greedy tokens: all prompts at once, or `batch` at a time.
-
-    seen: collects the outputs, then with the two likeliest tokens' log-probabilities.
-    """
-
-    def run(prompts, max_tokens):
-        outputs = []
-        params = [
-            SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=None if seen is None else 2)
-            for count in max_tokens
-        ]
-        for start in range(0, len(prompts), batch or len(prompts)):
-            part = slice(start, start + (batch or len(prompts)))
-            outputs += llm.generate(prompts[part], params[part], use_tqdm=False)
-        if seen is not None:
-            seen.extend(outputs)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    return run
-
-
-def compare_gaps(outputs):
-    """Equal tokens do not prove the window: one key more or less changes no token here, but moves the gap
-    between the two likeliest tokens by 7e-3 and more on long prompts; rounding moves it by less than 1e-4."""
-    for case, output in zip(CASES, outputs[: len(CASES)], strict=True):
-        for position, entry in enumerate(output.outputs[0].logprobs):
-            if output.outputs[0].token_ids[position] != case.token_ids[position]:
-                break  # a near tie that fell the other way: from here on the texts differ
-            first, second = sorted((one.logprob for one in entry.values()), reverse=True)[:2]
-            assert first - second == pytest.approx(case.gaps[position], abs=1e-3), f"{case.name} at {position}"
-
-
 def test_the_fixture_is_what_it_should_be():
     assert len(CASES) >= 24
     assert len(LONG) >= 6
@@ -71,7 +39,7 @@ def test_all_prompts_in_one_batch_and_again_from_the_prefix_cache(capsys):
     with engine() as llm:
         outputs = []
         cold = compare_greedy(runner(llm, seen=outputs), CASES)
-        compare_gaps(outputs)
+        compare_gaps(CASES, outputs)
         cached_before = llm.engine.stats().num_cached_tokens
         warm = compare_greedy(runner(llm), CASES)
         num_prompt_tokens = sum(len(case.prompt_token_ids) for case in CASES)

@@ -9,6 +9,7 @@ import random
 import shutil
 
 import pytest
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
@@ -214,3 +215,55 @@ def test_mutants_of_gguf_metadata(tmp_path):
         assert ids == [theirs.encode(text, add_special_tokens=False).ids for text in TEXTS], f"mutant {number}"
         num_equal += 1
     assert num_equal > 5
+
+
+BYTE_LEVEL_MERGES = ["t h", "th e", "\u0120 the", "o w", "r o", "c k", "a b", "ab c", "\u0120 abc", "1 0", "10 0"]
+
+
+def save_byte_level(path):
+    import gguf
+
+    made = ["".join(merge.split(" ")) for merge in BYTE_LEVEL_MERGES]
+    tokens = ["<eos>", "<bos>", "<turn>", "<image>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *made]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-4o")
+    writer.add_token_list(tokens)
+    writer.add_token_merges(BYTE_LEVEL_MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    writer.add_add_bos_token(True)
+    writer.add_token_types([3, 3, 3, 4, *[1] * (len(tokens) - 4)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def test_mutants_of_byte_level_gguf_metadata(tmp_path):
+    """Except in the tokens' types, as above, which stand last. What ours refuses names the file."""
+    good = save_byte_level(tmp_path / "good.gguf").read_bytes()
+    letters = [place for place in range(24, good.index(b"tokenizer.ggml.token_type")) if 0x20 < good[place] < 0x7F]
+    path = tmp_path / "m.gguf"
+    rng = random.Random(13)
+    num_equal, refusals = 0, []
+    for number in range(200):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 3)):  # most other bytes are of lengths, and make a file that ends too early
+            data[rng.choice(letters)] = rng.randrange(0x21, 0x7F)
+        path.write_bytes(data)
+        try:
+            ours = load_tokenizer(resolve_model(str(path)), tmp_path / f"cache{number}")
+            ids = [ours.encode(text, add_special_tokens=False) for text in TEXTS]
+        except ModelLoadError as error:
+            refusals.append(str(error))
+            continue
+        try:
+            theirs, _ = convert_gguf_tokenizer("llama", get_gguf_tokenizer(str(path))[1])
+        except Exception:
+            continue
+        assert ids == [theirs.encode(text, add_special_tokens=False).ids for text in TEXTS], f"mutant {number}"
+        num_equal += 1
+    assert num_equal > 10
+    assert len(refusals) > 10
+    assert all("m.gguf" in refusal for refusal in refusals)
