@@ -1,7 +1,7 @@
 """The operations by the native CPU kernels, float32: the same bits for a token whatever comes with it.
 
 Layers that all tokens leave run as one call, attention and all. A layer that only some tokens leave is two: attention,
-and what follows it.
+and what follows it. So is one that the call does not know (`unsupported`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.layers.contract import HeadScores, Rotary
 from lamella.model_executor.layers.description import DecoderLayer, Model, Norm, Projection
 from lamella.model_executor.layers.linear_kinds import LinearKind
-from lamella.model_executor.layers.textbook import project
 from lamella.model_executor.models.config import RotaryConfig
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
 from lamella.model_executor.weights.forms import WeightForm
@@ -156,17 +155,14 @@ class NativeOperators:
         backend, place = _native(step), step.place(layer.index, has_kv=has_kv)
         eps = 0.0 if attention.q_norm is None else attention.q_norm.eps
         transform = HeadTransform(_weight(attention.q_norm), _weight(attention.k_norm), eps, *(rotary or (None, None)))
-        queries = project(self, projection, normed if rows is None else normed[rows], slice(0, num_query))
+        queries = self._linears[projection.name, 0, num_query](normed if rows is None else normed[rows])
         if has_kv:
-            keys_values = project(self, projection, normed, slice(num_query, projection.num_out))
+            keys_values = self._linears[projection.name, num_query, projection.num_out](normed)
             backend.write_keys_values(place.params, place.cache, keys_values, transform, step.taken(layer.index))
         if rows is not None:
             transform = transform.of_rows(rows)
         left = step.left(layer.index)
         return backend.attend_queries(place.params, place.cache, queries, transform, left).flatten(1)
-
-    def multiply(self, projection: Projection, x: torch.Tensor, columns: slice) -> torch.Tensor:
-        return self._linears[projection.name, columns.start, columns.stop](x)
 
     def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
         return self._kind.head(weight, hidden, softcap)

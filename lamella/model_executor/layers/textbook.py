@@ -16,14 +16,13 @@ from lamella.model_executor.layers.description import DecoderLayer, Norm, Projec
 from lamella.model_executor.step_attention import StepAttention
 
 
-class Multiplies(Protocol):
+class Operations(Protocol):
+    """x is [T, width]. Biases, where a projection has one, are added by what reads its product: after the sum over
+    workers, and without a pass of their own."""
+
     def multiply(self, projection: Projection, x: torch.Tensor, columns: slice) -> torch.Tensor:
-        """x [T, num_in] through the linear layer, its bias included: [T, len(columns)], of the outputs `columns`."""
+        """x [T, num_in] by the weight: [T, len(columns)], of the outputs `columns`."""
         ...
-
-
-class Operations(Multiplies, Protocol):
-    """x is [T, width]."""
 
     def attention(
         self,
@@ -39,14 +38,19 @@ class Operations(Multiplies, Protocol):
         """
         ...
 
-    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """gate_up [T, 2 * width], gate first -> activation(gate) * up, [T, width]."""
+    def activate(self, gate_up: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+        """gate_up + bias [T, 2 * width], gate first -> activation(gate) * up, [T, width]."""
         ...
 
     def add(
-        self, x: torch.Tensor, y: torch.Tensor, post_norm: Norm | None, next_norm: Norm | None
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        bias: torch.Tensor | None,
+        post_norm: Norm | None,
+        next_norm: Norm | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + post_norm(y), and next_norm of that; without a norm, the thing itself. x may be overwritten."""
+        """x + post_norm(y + bias), and next_norm of that; without a norm, the thing itself. x may be overwritten."""
         ...
 
 
@@ -83,19 +87,20 @@ def run_layer(
     attended = operations.attention(step, layer, rotary, normed, rows)  # [S, num_heads * v_dim]
     if rows is not None:
         x = x[rows]
-    y = reduce(project(operations, layer.attention.o_proj, attended))
-    x, normed = operations.add(x, y, layer.post_attention_norm, layer.mlp_norm)
-    gate_up = project(operations, layer.mlp.gate_up_proj, normed)
-    activated = operations.activate(gate_up, layer.mlp.config.activation)
-    y = reduce(project(operations, layer.mlp.down_proj, activated))
-    return operations.add(x, y, layer.post_mlp_norm, next_norm)
+    o_proj, mlp = layer.attention.o_proj, layer.mlp
+    y = reduce(project(operations, o_proj, attended))
+    x, normed = operations.add(x, y, o_proj.bias, layer.post_attention_norm, layer.mlp_norm)
+    gate_up = project(operations, mlp.gate_up_proj, normed)
+    activated = operations.activate(gate_up, mlp.gate_up_proj.bias, mlp.config.activation)
+    y = reduce(project(operations, mlp.down_proj, activated))
+    return operations.add(x, y, mlp.down_proj.bias, layer.post_mlp_norm, next_norm)
 
 
 def project(
-    operations: Multiplies, projection: Projection, x: torch.Tensor, columns: slice | None = None
+    operations: Operations, projection: Projection, x: torch.Tensor, columns: slice | None = None
 ) -> torch.Tensor:
-    """A linear layer, or the outputs `columns` of it. Every linear layer of the composed path is applied here: this is
-    the place for what adapters add and for shards."""
+    """A linear layer without its bias, or the outputs `columns` of it. Every linear layer of this path is applied here:
+    this is the place for what adapters add and for shards."""
     return operations.multiply(projection, x, slice(0, projection.num_out) if columns is None else columns)
 
 
@@ -105,10 +110,10 @@ def reduce(y: torch.Tensor) -> torch.Tensor:
 
 
 def project_heads(
-    operations: Multiplies, layer: DecoderLayer, normed: torch.Tensor, rows: torch.Tensor | None
+    operations: Operations, layer: DecoderLayer, normed: torch.Tensor, rows: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Queries of `rows` (None: of all), and keys and values of all tokens side by side; None where the layer reads
-    another's. One product where both are of the same tokens."""
+    """Queries of `rows` (None: of all), and keys and values of all tokens side by side, before any bias; None where the
+    layer reads another's. One product where both are of the same tokens."""
     projection, num_query = layer.attention.qkv_proj, layer.attention.config.query_columns
     if projection.num_out == num_query:
         return project(operations, projection, normed if rows is None else normed[rows]), None
@@ -117,3 +122,9 @@ def project_heads(
         return columns[:, :num_query], columns[:, num_query:]
     queries = project(operations, projection, normed[rows], slice(0, num_query))
     return queries, project(operations, projection, normed, slice(num_query, projection.num_out))
+
+
+def biases_of_heads(layer: DecoderLayer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The biases of what `project_heads` gives."""
+    bias, num_query = layer.attention.qkv_proj.bias, layer.attention.config.query_columns
+    return (None, None) if bias is None else (bias[:num_query], bias[num_query:])

@@ -9,7 +9,7 @@ import torch
 from lamella.model_executor.layers.contract import Rotary
 from lamella.model_executor.layers.description import DecoderLayer, Model, Norm, Projection
 from lamella.model_executor.layers.rotary import apply_rotary
-from lamella.model_executor.layers.textbook import project_heads, run_layers
+from lamella.model_executor.layers.textbook import biases_of_heads, project_heads, run_layers
 from lamella.model_executor.layers.torch_functions import gated_activation, linear, rms_norm
 from lamella.model_executor.step_attention import StepAttention
 from lamella.model_executor.weights.forms import RowMajor
@@ -50,11 +50,13 @@ class TorchOperators:
     ) -> torch.Tensor:
         attention, config = layer.attention, layer.attention.config
         q, keys_values = project_heads(self, layer, normed, rows)
+        q_bias, kv_bias = biases_of_heads(layer)
+        q = _with_bias(q, q_bias)
         query_rotary = rotary if rotary is None or rows is None else (rotary[0][rows], rotary[1][rows])
         q = self._heads(q, config.k_dim, attention.q_norm, query_rotary)  # [S, num_heads, k_dim]
         if keys_values is None:
             return step(layer.index, q, None, None).flatten(1)
-        k, v = keys_values.split([config.key_columns, config.value_columns], dim=-1)
+        k, v = _with_bias(keys_values, kv_bias).split([config.key_columns, config.value_columns], dim=-1)
         k = self._heads(k, config.k_dim, attention.k_norm, rotary)  # [T, num_kv_heads, k_dim]
         return step(layer.index, q, k, v.unflatten(1, (-1, config.v_dim))).flatten(1)
 
@@ -66,21 +68,30 @@ class TorchOperators:
         return heads if rotary is None else apply_rotary(heads, rotary)
 
     def multiply(self, projection: Projection, x: torch.Tensor, columns: slice) -> torch.Tensor:
-        y = linear(x, projection.weight[columns])
-        return y if projection.bias is None else y + projection.bias[columns]
+        return linear(x, projection.weight[columns])
 
-    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        return gated_activation(gate_up, activation)
+    def activate(self, gate_up: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+        return gated_activation(_with_bias(gate_up, bias), activation)
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm.weight, norm.eps)
 
     def add(
-        self, x: torch.Tensor, y: torch.Tensor, post_norm: Norm | None, next_norm: Norm | None
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        bias: torch.Tensor | None,
+        post_norm: Norm | None,
+        next_norm: Norm | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        y = _with_bias(y, bias)
         x = x + (y if post_norm is None else self.norm(y, post_norm))
         return x, x if next_norm is None else self.norm(x, next_norm)
 
     def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> torch.Tensor:
         logits = linear(hidden, weight.weight).float()
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _with_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return y if bias is None else y + bias

@@ -14,7 +14,7 @@ from lamella.attention.native_backend import HeadTransform
 from lamella.errors import InvariantError
 from lamella.model_executor.layers.contract import Rotary
 from lamella.model_executor.layers.description import DecoderLayer, Model, Norm, Projection
-from lamella.model_executor.layers.textbook import project, project_heads, run_layers
+from lamella.model_executor.layers.textbook import biases_of_heads, project, project_heads, run_layers
 from lamella.model_executor.layers.triton.activation import capped_logits, gated_activation
 from lamella.model_executor.layers.triton.heads import transform_heads
 from lamella.model_executor.layers.triton.norm import add_norm, rms_norm
@@ -63,29 +63,35 @@ class TritonOperators:
         config = layer.attention.config
         place, slots = _place(step, layer), step.taken(layer.index).slot_mapping
         transform = _transform(layer, rotary)
+        q_bias, kv_bias = biases_of_heads(layer)
         if rows is None:
-            columns = project(self, layer.attention.qkv_proj, normed)
+            projection = layer.attention.qkv_proj
+            columns = project(self, projection, normed)
             num_kv_heads = 0 if config.kv_owner is not None else config.num_kv_heads
-            queries = _heads(columns, transform, config.num_heads, num_kv_heads, place, slots)
+            queries = _heads(columns, projection.bias, transform, config.num_heads, num_kv_heads, place, slots)
         else:
             columns, keys_values = project_heads(self, layer, normed, rows)
             if keys_values is not None:
-                _heads(keys_values, transform, 0, config.num_kv_heads, place, slots)
-            queries = _heads(columns, transform.of_rows(rows), config.num_heads, 0, place, slots)
+                _heads(keys_values, kv_bias, transform, 0, config.num_kv_heads, place, slots)
+            queries = _heads(columns, q_bias, transform.of_rows(rows), config.num_heads, 0, place, slots)
         return step.attend_written(layer.index, queries).flatten(1)
 
     def multiply(self, projection: Projection, x: torch.Tensor, columns: slice) -> torch.Tensor:
-        bias = projection.bias
-        return linear(x, projection.weight[columns], None if bias is None else bias[columns])
+        return linear(x, projection.weight[columns])
 
-    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        return gated_activation(gate_up, activation)
+    def activate(self, gate_up: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+        return gated_activation(gate_up, activation, bias)
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return rms_norm(x, norm.weight, norm.eps)
 
     def add(
-        self, x: torch.Tensor, y: torch.Tensor, post_norm: Norm | None, next_norm: Norm | None
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        bias: torch.Tensor | None,
+        post_norm: Norm | None,
+        next_norm: Norm | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed = add_norm(
             x,
@@ -94,6 +100,7 @@ class TritonOperators:
             post_eps=0.0 if post_norm is None else post_norm.eps,
             next_weight=None if next_norm is None else next_norm.weight,
             next_eps=0.0 if next_norm is None else next_norm.eps,
+            bias=bias,
         )
         return x, normed
 
@@ -124,6 +131,7 @@ def _transform(layer: DecoderLayer, rotary: Rotary | None) -> HeadTransform:
 
 def _heads(
     columns: torch.Tensor,
+    bias: torch.Tensor | None,
     transform: HeadTransform,
     num_heads: int,
     num_kv_heads: int,
@@ -139,4 +147,5 @@ def _heads(
         slots=slots,
         k_scale=place.params.k_scale,
         v_scale=place.params.v_scale,
+        bias=bias,
     )
