@@ -19,7 +19,7 @@ from tests.parity.harness import compare_greedy, load_cases
 CASES = load_cases(FIXTURES / "smollm2_parity.json")
 SHORT = [case for case in CASES if len(case.prompt_token_ids) < 200]
 MEDIUM = [case for case in CASES if 200 < len(case.prompt_token_ids) < 1000]
-FEW = [*MEDIUM[:2], *SHORT[::3]]
+FEW = [*MEDIUM[:1], *SHORT[::4]]
 WINDOWED = load_cases(FIXTURES / "smollm2_window_parity.json")
 MODEL = "demo:smollm2-135m"
 # 46,080 bytes of KV a token: some 360 tokens in all, for prompts of 80 to 200 with their answers.
@@ -107,9 +107,9 @@ def test_windows_in_every_layer_in_variations(window_folder, arguments):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_windows_in_every_layer_with_preemption(window_folder):
-    """A request holds at most its window, its chunk and a block or two: four of ten fit."""
-    pool = {"kv_cache_memory_bytes": 24 * 2**20, "max_num_batched_tokens": 64}
+def test_windows_in_every_layer_in_a_pool_smaller_than_a_prompt(window_folder):
+    """227 tokens of KV for prompts of 332 to 591: what leaves the windows is used again, by whoever waits."""
+    pool = {"kv_cache_memory_bytes": 10 * 2**20, "max_num_batched_tokens": 256, "max_model_len": 800}
+    cases = [case for case in WINDOWED if len(case.prompt_token_ids) < 600][:6]
     with engine(str(window_folder), **pool) as llm:
-        compare_greedy(runner(llm), WINDOWED)
-        assert llm.engine.stats().num_preemptions > 0
+        compare_greedy(runner(llm), cases)
