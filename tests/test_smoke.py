@@ -9,6 +9,10 @@ import pytest
 
 import lamella
 from lamella import errors
+from lamella.kv_cache.block_manager import BlockManager
+from lamella.kv_cache.layout import build_layout
+from tests.helpers import cache_boundary
+from tests.helpers.simulation import full, sliding
 
 PACKAGE = Path(lamella.__file__).parent
 # A floor imports only itself and those after it; what stands beside the floors is named by its own entry.
@@ -124,3 +128,66 @@ def test_transformers_is_only_imported_where_it_is_used():
         if imported.split(".")[0] == "transformers"
     ]
     assert eager == []
+
+
+class TestTheCachesBoundary:
+    """Nobody outside of `kv_cache` goes behind the contract of BlockManager."""
+
+    def test_the_contract_is_documented_and_all_that_is_public(self):
+        manager = BlockManager(
+            build_layout([full(), sliding(9)], page_tokens=4), num_slabs=9, num_rows=1, max_model_len=32,
+            interval_tokens=4,
+        )  # fmt: skip
+        assert {name for name in vars(manager) if not name.startswith("_")} == cache_boundary.DATA
+        methods = cache_boundary.contract() - cache_boundary.DATA
+        assert [name for name in sorted(methods) if not getattr(BlockManager, name).__doc__] == []
+
+    def test_nobody_outside_goes_behind_it(self):
+        allowed = cache_boundary.contract()
+        found, behind = [], []
+        for path in modules():
+            own = path.relative_to(PACKAGE).parts[0]
+            if own == "kv_cache":
+                continue
+            tools = cache_boundary.INSPECTIONS if own != "benchmark" else frozenset()
+            for access in cache_boundary.accesses(path):
+                found.append(access.attribute)
+                if access.attribute not in allowed - tools:
+                    behind.append(f"{path.relative_to(PACKAGE)}:{access.line} touches {access.attribute}")
+        assert behind == []
+        assert {"begin", "grow", "commit", "release", "plan_step"} <= set(found), "the check sees nothing"
+
+    def test_it_sees_who_does(self, tmp_path):
+        """Every way to come by a manager, and what is not one."""
+        source = """
+class Scheduler:
+    def __init__(self, manager: BlockManager, cache: "BlockManager | None", table):
+        self.manager = manager
+        manager.tree.refs
+        cache.rows = 1
+        renamed, other = manager, table
+        renamed.arena.free(0, 1)
+        other.arena
+        def inner():
+            return renamed.step_pages
+        made = BlockManager(table)
+        made._supply
+        setattr(manager, "in_flight", True)
+        getattr(self.manager, table)
+
+    def step(self, loaded):
+        self.manager.grow(0, 1, 2)
+        loaded.manager.moves
+        with_manager = loaded._manager
+        with_manager.copies
+        manager = loaded.coordinator
+        manager.block_pool
+        (again := loaded.manager).pages
+        again.nodes
+"""
+        path = tmp_path / "scheduler.py"
+        path.write_text(source)
+        seen = sorted(access.attribute for access in cache_boundary.accesses(path))
+        expected = ["tree", "rows", "arena", "step_pages", "_supply", "in_flight", "any attribute"]
+        expected += ["grow", "moves", "copies", "pages", "nodes"]
+        assert seen == sorted(expected)

@@ -17,8 +17,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from lamella.kv_cache.page_transfers import PageCopies
+from lamella.kv_cache.step_memory import GroupPlan
 from lamella.model_executor.step_buffers import NO_SLOT, NULL_PAGE, PackedShape, StepInputs, StepUpload
-from lamella.model_executor.step_plan import GroupPlan, PageCopies, SamplingBatch, StepPlan
+from lamella.model_executor.step_plan import SamplingBatch, StepPlan
 
 LARGEST_BATCH = 512
 CAPTURABLE_BACKENDS = ("triton",)  # their launches do not depend on the metadata's host arrays

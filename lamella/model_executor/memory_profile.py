@@ -15,12 +15,14 @@ from lamella.attention.backend import AttentionBackend
 from lamella.errors import CapacityError
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.memory import MemoryProfile, allocate_arena
+from lamella.kv_cache.page_transfers import PageCopies
 from lamella.kv_cache.spec import KVCacheSpec, ceil_div
+from lamella.kv_cache.step_memory import GroupPlan
 from lamella.model_executor.decode_graphs import batch_sizes
 from lamella.model_executor.models.gemma3 import Gemma3ForCausalLM
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.step_buffers import NO_SLOT, NULL_PAGE
-from lamella.model_executor.step_plan import GroupPlan, PageCopies, SamplingBatch, StepPlan
+from lamella.model_executor.step_plan import SamplingBatch, StepPlan
 
 # What a captured graph takes besides the tensors of its run: its nodes and their arguments, and what the pool rounds
 # up. Set aside before capture, compared afterwards.

@@ -41,7 +41,7 @@ def run(engine, request_id, prompt, num_tokens):
 
     def watched():
         plan = schedule(scheduler)
-        planned.append(int((manager.tables[group] != NULL_PAGE).sum()))
+        planned.append(int((manager.inspect().rows.pages[group] != NULL_PAGE).sum()))
         return plan
 
     scheduler.schedule = watched

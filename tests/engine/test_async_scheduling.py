@@ -260,7 +260,7 @@ def test_as_many_requests_fit_as_without():
         simulation = kind(
             specs, page_tokens=4, max_model_len=length, chunk_tokens=4, extra_slabs=num_slabs - smallest, max_num_seqs=3
         )
-        assert simulation.manager.arena.num_slabs == num_slabs
+        assert simulation.manager.inspect().arena.num_slabs == num_slabs
         for index in range(3):
             simulation.add(f"r{index}", [index, 1, 2], length)
         simulation.run()
@@ -275,9 +275,9 @@ def test_equal_blocks_are_kept_once_and_none_is_taken_from_a_step_in_flight():
         simulation.add(name, range(6), 20)
     num_given_up = 0
     while simulation.step():
-        num_given_up += bool(simulation.manager.given_up)
+        num_given_up += bool(simulation.manager.inspect().supply.given_up)
     assert num_given_up > 2
-    assert not simulation.manager.given_up
+    assert not simulation.manager.inspect().supply.given_up
     assert simulation.outputs["a"] == simulation.outputs["b"] == foretell(None, range(6), 20)
 
 

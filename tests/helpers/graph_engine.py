@@ -45,7 +45,7 @@ def make_engine(folder: Path, backend: str = "triton", **arguments: Any) -> Engi
 def capture(engine: Engine) -> RecordedGraphs:
     loaded, maker = engine._require_open(), RecordedGraphs()
     widths = decode_table_widths(
-        loaded.layout, max_model_len=MAX_MODEL_LEN, interval_tokens=loaded.manager.interval_tokens
+        loaded.layout, max_model_len=MAX_MODEL_LEN, interval_tokens=loaded.manager.settings.interval_tokens
     )
     loaded.runner.capture_decodes(maker, max_num_seqs=engine.config.max_num_seqs, table_widths=widths)
     return maker

@@ -263,9 +263,9 @@ class Life:
         self.engine.check_invariants()
         assert all(usage.owned == 0 for usage in loaded.manager.usage().values())
         assert self.engine.reset_prefix_cache()
-        assert loaded.manager.arena.num_free_slabs == loaded.manager.arena.num_slabs - 1
-        assert loaded.manager.tree.roots() == {}
-        assert not len(loaded.manager.tree.expected)
+        assert loaded.manager.inspect().arena.num_free_slabs == loaded.manager.inspect().arena.num_slabs - 1
+        assert loaded.manager.inspect().tree.roots() == {}
+        assert not len(loaded.manager.inspect().tree.expected)
 
     def _check_sample(self, one: Arrival, parts, index: int) -> None:
         expected = foretell_answer(one.prompt, one.params, index, MAX_MODEL_LEN)

@@ -17,11 +17,11 @@ def watch_step_pages(engine: Engine) -> list[int]:
 
     def watched():
         plan = schedule()
-        pages = (manager.tables >= manager.step_pages.first_page).sum()
-        num_tokens.append(int(pages) * manager.page_tokens)
-        arena[manager.arena.num_slabs * loaded.layout.slab_bytes :] = NAN_BYTE
+        pages = (manager.inspect().rows.pages >= manager.inspect().step_pages.first_page).sum()
+        num_tokens.append(int(pages) * manager.layout.page_tokens)
+        arena[manager.inspect().arena.num_slabs * loaded.layout.slab_bytes :] = NAN_BYTE
         return plan
 
-    manager.idle_bytes = lambda: 0
+    manager.inspect().supply.idle_bytes = lambda: 0
     scheduler.schedule = watched
     return num_tokens

@@ -29,7 +29,7 @@ def test_sliding_frees_what_the_window_has_left():
         for computed in range(13):
             assert manager.grow(0, computed, 1, is_prefill=True)
             if computed in gone:
-                pages = manager.tables[1, 0, : int(manager.num_blocks[0])]
+                pages = manager.inspect().rows.pages[1, 0, : int(manager.inspect().rows.num_blocks[0])]
                 assert (pages == NULL_PAGE).tolist() == [block < gone[computed] for block in range(len(pages))]
 
 

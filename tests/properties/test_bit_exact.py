@@ -107,7 +107,7 @@ def test_windowed_replay_does_not_change_a_bit(folder):
     with engine(folder, max_num_seqs=1, enable_prefix_caching=False, **settings) as llm:
         alone = [answers(llm, [prompt])[0] for prompt in prompts]
     with engine(folder, **settings) as llm:
-        tree = llm.engine._require_open().manager.tree
+        tree = llm.engine._require_open().manager.inspect().tree
         assert answers(llm, prompts) == alone
         while tree.strip_one(lambda num_tokens: True):
             pass
