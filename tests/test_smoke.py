@@ -1,6 +1,7 @@
 """Seconds long and first to run: what is broken here is broken everywhere."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,16 @@ def test_transformers_is_only_imported_where_it_is_used():
         if imported.split(".")[0] == "transformers"
     ]
     assert eager == []
+
+
+def test_tests_and_tools_look_into_an_engine_by_its_inspection_alone():
+    hidden = re.compile(r"\b\w+\._(loaded|require_open|require_settled|launched)\b")
+    root = PACKAGE.parent
+    files = [path for folder in ("tests", "benchmarks", "examples") for path in (root / folder).rglob("*.py")]
+    files += [path for path in modules() if path.relative_to(PACKAGE).parts[0] != "engine"]
+    assert len(files) > 200
+    looks = [str(path.relative_to(root)) for path in files if hidden.search(path.read_text(encoding="utf-8"))]
+    assert looks == []
 
 
 class TestTheCachesBoundary:

@@ -14,6 +14,7 @@ from typing import Any
 
 from lamella.argument_checks import shown
 from lamella.engine.config import EngineConfig
+from lamella.engine.engine_inspection import EngineInspection
 from lamella.engine.generate_progress import RunningTokens
 from lamella.engine.held_interrupts import HeldInterrupts
 from lamella.engine.model_setup import LoadedEngine, load_engine
@@ -338,6 +339,14 @@ class Engine:
 
     def get_tokenizer(self) -> Tokenizer:
         return self._require_open().tokenizer
+
+    def inspect(self) -> EngineInspection:
+        """The parts that this engine is made of, for tests and tools to look at. Changes nothing and waits for nothing:
+        what a step that runs is changing may be seen half done. Raises EngineClosedError."""
+        loaded = self._require_open()
+        return EngineInspection(
+            loaded.layout, loaded.pool, loaded.manager, loaded.scheduler, loaded.runner, tuple(self._launched)
+        )
 
     @in_turn
     def check_invariants(self) -> None:

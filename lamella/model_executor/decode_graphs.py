@@ -1,7 +1,7 @@
 """Steps that only decode, as captured graphs: one launch instead of hundreds.
 
 A graph is captured for each of a few batch sizes; a step takes the smallest that holds it, and the rows left over are
-padding that reads and writes nothing. What a graph launches was settled when it was captured, so a step's numbers
+padding that reads and writes nothing. What a graph launches was decided when it was captured, so a step's numbers
 reach it through memory only: everything that differs from step to step is in `DecodeBuffers`, whose addresses never
 change, and what the host decides by (grids, strides) follows from the batch size and the tables' fixed widths.
 

@@ -35,7 +35,7 @@ def run(engine, request_id, prompt, num_tokens):
     """Sliding pages in the only request's table in each step, of prefill and of decode, and its last output."""
     engine.add_request(request_id, prompt, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
     prefill, decode, planned = [], [], []
-    scheduler = engine._require_open().scheduler
+    scheduler = engine.inspect().scheduler
     schedule, manager = type(scheduler).schedule, scheduler.manager
     group = [group.name for group in manager.layout.groups].index("sliding_512")
 

@@ -254,9 +254,9 @@ class Life:
                 assert len(outputs) == 1
             for index in range(one.params.n):
                 self._check_sample(one, [output.outputs[index] for output in outputs], index)
-        loaded = self.engine._loaded
+        loaded = self.engine.inspect()
         assert self.engine.stats().num_generated_tokens == _num_tokens(by_request), "tokens are counted otherwise"
-        assert not self.engine._launched
+        assert not self.engine.inspect().launched
         assert not loaded.scheduler.running
         assert not len(loaded.scheduler.queue)
         assert len(loaded.scheduler.rows._free_rows) == len(loaded.scheduler.rows.requests)

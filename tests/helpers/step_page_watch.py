@@ -10,7 +10,7 @@ NAN_BYTE = 0xFF  # four of them are a float32 NaN
 def watch_step_pages(engine: Engine) -> list[int]:
     """From now on memory never idles, so that every block that can has a step page; their memory is NaN before each
     step. Returns a list that gets the number of tokens in step pages of each planned step."""
-    loaded = engine._require_open()
+    loaded = engine.inspect()
     scheduler, manager, arena = loaded.scheduler, loaded.manager, loaded.runner.arena
     num_tokens: list[int] = []
     schedule = scheduler.schedule

@@ -126,7 +126,7 @@ def serve(manager, tokens: np.ndarray) -> None:
 @pytest.mark.parametrize("num_shared", [1, 7])
 @pytest.mark.parametrize("specs", [[full()], [full(), sliding(4)], [sliding(4)]], ids=["full", "hybrid", "sliding"])
 def test_a_prompt_costs_the_same_beside_many_siblings(specs, num_shared):
-    """Match, copy, insert, commit, release, expect, change a rank, settle and evict."""
+    """Match, copy, insert, commit, release, expect, change a rank, withdraw and evict."""
     costs = []
     for num_prompts in (100, 1000):
         simulation, (first, second, third, fourth) = warm(num_prompts, specs, num_shared=num_shared)

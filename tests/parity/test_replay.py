@@ -76,7 +76,7 @@ def gemma(**arguments):
 
 def ask(llm, prompt: list[int]) -> Answer:
     """Greedily, and alone."""
-    engine, loaded = llm.engine, llm.engine._loaded
+    engine, loaded = llm.engine, llm.engine.inspect()
     engine.add_request(
         "r",
         {"prompt_token_ids": prompt},
@@ -129,7 +129,7 @@ def assert_same(actual: Answer, expected: Answer) -> None:
 
 def strip(llm) -> None:
     """Let go every window that nobody uses; full-attention KV stays."""
-    tree = llm.engine._loaded.manager.inspect().tree
+    tree = llm.engine.inspect().manager.inspect().tree
     while tree.strip_one(lambda num_tokens: True):
         pass
     assert (tree.page[tree.windowed_groups] == NULL_PAGE).all()
@@ -141,7 +141,7 @@ def test_gemma_answers_from_replayed_windows_as_from_nothing(small_windows):
         assert llm.engine.stats().num_cached_tokens == 0
 
     with gemma() as llm:
-        manager = llm.engine._loaded.manager
+        manager = llm.engine.inspect().manager
         manager.inspect().tree.keep_spare = False
         ask(llm, FIRST)
 
@@ -179,7 +179,7 @@ def test_gemma_answers_from_replayed_windows_as_from_nothing(small_windows):
         # Chunks as small as what other requests may leave of a step: they end inside the replayed range. PARTED's 34
         # whole blocks are all known now: 544 - 240 = 304.
         strip(llm)
-        llm.engine._loaded.scheduler.chunk_tokens = 37
+        llm.engine.inspect().scheduler.chunk_tokens = 37
         answer = ask(llm, PARTED)
         assert answer.num_cached_tokens == 304
         assert_same(answer, parted)
