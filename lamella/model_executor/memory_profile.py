@@ -64,11 +64,11 @@ class CudaMeter:
         return int(torch.cuda.mem_get_info(self._device)[1])
 
     def free_bytes(self) -> int:
-        self._settle()
+        self._give_back()
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def held_bytes(self) -> int:
-        self._settle()
+        self._give_back()
         return torch.cuda.memory_reserved(self._device)
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
@@ -78,7 +78,7 @@ class CudaMeter:
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_reserved(self._device) - before
 
-    def _settle(self) -> None:
+    def _give_back(self) -> None:
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()

@@ -15,6 +15,7 @@ from lamella.kv_cache.prefix_tree import PrefixTree
 from lamella.kv_cache.replay import ReplayRule
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.row_commits import RowCommits
+from lamella.kv_cache.row_occupancy import RowOccupancy
 from lamella.kv_cache.row_tables import RowTables
 from lamella.kv_cache.row_windows import RowWindows
 from lamella.kv_cache.settings import CacheSettings
@@ -49,9 +50,13 @@ def make_parts(
     first_step_page = step_pages.first_page
     supply = PageSupply(layout, settings, replay, rows, tree, arena, first_step_page=first_step_page)
     chunks = ChunkPages(layout, settings, rows, supply, step_pages)
+    windows = RowWindows(page_tokens, settings, rows, tree, supply)
     return SimpleNamespace(
         layout=layout, settings=settings, rows=rows, arena=arena, tree=tree, supply=supply, chunks=chunks,
-        windows=RowWindows(page_tokens, settings, rows, tree, supply),
+        windows=windows,
+        occupancy=RowOccupancy(
+            page_tokens, replay, rows, tree, supply, chunks, windows, caches_prefixes=enable_prefix_caching
+        ),
         commits=RowCommits(
             page_tokens, settings.retention, replay, rows, tree, supply, first_step_page=first_step_page
         ),
