@@ -207,6 +207,12 @@ class PageSupply:
         self.count_owned(group, +int(self._tree.refs_at[group][node] == 0))
         return self._tree.lock(group, node)
 
+    def lock_all(self, group: int, nodes: Sequence[int]) -> list[int]:
+        """`lock` of each node of a path; their pages."""
+        refs, lock = self._tree.refs_at[group], self._tree.lock
+        self.count_owned(group, sum(not refs[node] for node in nodes))
+        return [lock(group, node) for node in nodes]
+
     def unlock(self, group: int, node: int) -> None:
         """A row does not use it any more."""
         self.count_owned(group, -(self._tree.refs_at[group][node] == 1))

@@ -62,8 +62,7 @@ class RowOccupancy:
             elif spec.is_windowed:
                 first = self._windows.first_to_hold(group, match, first)
             rows.first_kept[group, row] = first
-            for block in range(first, num_whole):
-                rows.pages_at[group][row][block] = self._supply.lock(group, match.path[block])
+            rows.pages[group, row, first:num_whole] = self._supply.lock_all(group, path[first:])
         junction = match.num_structural_tokens // page_tokens * page_tokens
         if junction <= match.num_tokens < parting_tokens and tree.windowed_groups:  # with the block they part in
             junction = ceil_div(parting_tokens, page_tokens) * page_tokens

@@ -17,6 +17,7 @@ from lamella.kv_cache.page_supply import PageSupply
 from lamella.kv_cache.page_transfers import PageCopies
 from lamella.kv_cache.prefix_tree import PrefixTree
 from lamella.kv_cache.row_commits import RowCommits
+from lamella.kv_cache.row_occupancy import RowOccupancy
 from lamella.kv_cache.row_tables import RowTables
 from tests.helpers.planted_faults.planting import replaced, replaces
 
@@ -73,9 +74,9 @@ def failed_step_keeps_what_was_never_computed(original, scheduler, row, **kwargs
     return original(scheduler, row)
 
 
-@replaces(BlockManager, "roll_back")
-def failed_chunk_keeps_what_was_never_computed(original, manager, row, num_computed):
-    manager.inspect().supply.drop_copies(row)
+@replaces(RowOccupancy, "roll_back")
+def failed_chunk_keeps_what_was_never_computed(original, occupancy, row, num_computed):
+    occupancy._supply.drop_copies(row)
     return num_computed
 
 
