@@ -224,11 +224,11 @@ class FragmentationRun:
         moves = self.arena.compact(group)
         if moves is None:
             return False
-        for move in moves:
-            pages, block = self._owner.pop(move.source)
-            pages[block] = move.target
-            self._owner[move.target] = pages, block
-        self.result.num_moved_units += len(moves) * self.page_units[moves[0].group]
+        for source, target in zip(moves.src_pages.tolist(), moves.dst_pages.tolist(), strict=True):
+            pages, block = self._owner.pop(source)
+            pages[block] = target
+            self._owner[target] = pages, block
+        self.result.num_moved_units += len(moves.src_pages) * self.page_units[moves.group]
         return True
 
     def _idle_units(self, group: int) -> int:

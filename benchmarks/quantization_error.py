@@ -48,7 +48,7 @@ def log_distributions(
     """Log-probabilities of all tokens after `states_per_text` prefixes of each text: float64 [states, vocab]."""
     states: list[torch.Tensor] = []
     with Engine(model=model, quantization=quantization, **arguments) as engine:
-        network: Any = engine._require_open().runner.model
+        network: Any = engine.inspect().runner.model
         compute = network.logits
 
         def record(hidden: torch.Tensor) -> Any:

@@ -12,6 +12,10 @@ import pytest
 
 import lamella
 from lamella import errors
+from lamella.kv_cache.block_manager import BlockManager
+from lamella.kv_cache.layout import build_layout
+from tests.helpers import cache_boundary
+from tests.helpers.simulation import full, sliding
 
 PACKAGE = Path(lamella.__file__).parent
 # A floor imports only itself and those after it; what stands beside the floors is named by its own entry.
@@ -32,17 +36,12 @@ FLOORS = (
 )
 ABOVE = ("cli_options", "cli_prompts", "__main__", "sampling_params", "inputs", "outputs")  # with cli, on top
 
-# What scheduling may import, besides itself. Of the cache, that is what its boundary is made of today.
+# What scheduling may import, besides itself. Of the cache, that is its boundary, and what passes it.
 SCHEDULING_NEEDS = {
     "lamella.errors",
     "lamella.model_executor.step_plan",
-    *(
-        f"lamella.kv_cache.{name}"
-        for name in (
-            "arena", "block_manager", "child_index", "counters", "expectations", "prefix_match", "sizing", "spec",
-        )
-    ),
-}  # fmt: skip
+    *(f"lamella.kv_cache.{name}" for name in ("block_manager", "counters", "expectations", "prefix_match", "spec")),
+}
 # Words by which code would tell families of models apart. Comments and docstrings may name them.
 FAMILIES = re.compile(r"gemma|llama|mistral|qwen|phi\d|gpt_?oss|mimo", re.IGNORECASE)
 NAMES_NO_FAMILY = {
@@ -250,3 +249,78 @@ def test_transformers_is_only_imported_where_it_is_used():
         if imported.split(".")[0] == "transformers"
     ]
     assert eager == []
+
+
+def test_tests_and_tools_look_into_an_engine_by_its_inspection_alone():
+    hidden = re.compile(r"\b\w+\._(loaded|require_open|require_settled|launched)\b")
+    root = PACKAGE.parent
+    files = [path for folder in ("tests", "benchmarks", "examples") for path in (root / folder).rglob("*.py")]
+    files += [path for path in modules() if path.relative_to(PACKAGE).parts[0] != "engine"]
+    assert len(files) > 200
+    looks = [str(path.relative_to(root)) for path in files if hidden.search(path.read_text(encoding="utf-8"))]
+    assert looks == []
+
+
+class TestTheCachesBoundary:
+    """Nobody outside of `kv_cache` goes behind the contract of BlockManager."""
+
+    def test_the_contract_is_documented_and_all_that_is_public(self):
+        manager = BlockManager(
+            build_layout([full(), sliding(9)], page_tokens=4), num_slabs=9, num_rows=1, max_model_len=32,
+            interval_tokens=4,
+        )  # fmt: skip
+        assert {name for name in vars(manager) if not name.startswith("_")} == cache_boundary.DATA
+        methods = cache_boundary.contract() - cache_boundary.DATA
+        assert [name for name in sorted(methods) if not getattr(BlockManager, name).__doc__] == []
+
+    def test_nobody_outside_goes_behind_it(self):
+        allowed = cache_boundary.contract()
+        found, behind = [], []
+        root = PACKAGE.parent
+        benchmarks = [*(root / "benchmarks").rglob("*.py")]
+        foreign = "vllm_driver.py"  # its manager is vLLM's
+        for path in [*modules(), *(path for path in benchmarks if path.name != foreign)]:
+            if path.relative_to(root).parts[:2] == ("lamella", "kv_cache"):
+                continue
+            tools = cache_boundary.INSPECTIONS if path not in benchmarks else frozenset()
+            for access in cache_boundary.accesses(path):
+                found.append(access.attribute)
+                if access.attribute not in allowed - tools:
+                    behind.append(f"{path.relative_to(root)}:{access.line} touches {access.attribute}")
+        assert behind == []
+        assert {"begin", "grow", "commit", "release", "plan_step"} <= set(found), "the check sees nothing"
+
+    def test_it_sees_who_does(self, tmp_path):
+        """Every way to come by a manager, and what is not one."""
+        source = """
+class Scheduler:
+    def __init__(self, manager: BlockManager, cache: "BlockManager | None", table):
+        self.manager = manager
+        manager.tree.refs
+        cache.rows = 1
+        renamed, other = manager, table
+        renamed.arena.free(0, 1)
+        other.arena
+        def inner():
+            return renamed.step_pages
+        made = BlockManager(table)
+        made._supply
+        setattr(manager, "in_flight", True)
+        getattr(self.manager, table)
+
+    def step(self, loaded):
+        self.manager.grow(0, 1, 2)
+        loaded.manager.moves
+        with_manager = loaded._manager
+        with_manager.copies
+        manager = loaded.coordinator
+        manager.block_pool
+        (again := loaded.manager).pages
+        again.nodes
+"""
+        path = tmp_path / "scheduler.py"
+        path.write_text(source)
+        seen = sorted(access.attribute for access in cache_boundary.accesses(path))
+        expected = ["tree", "rows", "arena", "step_pages", "_supply", "in_flight", "any attribute"]
+        expected += ["grow", "moves", "copies", "pages", "nodes"]
+        assert seen == sorted(expected)

@@ -128,7 +128,7 @@ class Driver:
             wait_steps_p50=median([float(steps) for steps in self._wait_steps]),
             wait_steps_max=max(self._wait_steps, default=0),
             chunk_tokens=self.scheduler.chunk_tokens,
-            used_interval_tokens=self.scheduler.manager.interval_tokens,
+            used_interval_tokens=self.scheduler.manager.settings.interval_tokens,
             peak_bytes=self._memory.peak_bytes(),
             unusable_bytes_share=self._memory.unusable_bytes_share,
             windowed_bytes_mean=self._memory.windowed_bytes_mean,
@@ -141,14 +141,15 @@ class _MemoryNotes:
 
     def __init__(self, scheduler: Scheduler, budget_bytes: int) -> None:
         self._scheduler = scheduler
-        self._manager = scheduler.manager
+        self._manager, self._groups = scheduler.manager, scheduler.manager.layout.groups
         self._budget_bytes = budget_bytes
         self._num_steps = 0
         self._unusable_bytes = 0
         self._windowed_bytes = self._ideal_bytes = 0
 
     def take(self) -> None:
-        arena, groups = self._manager.arena, self._manager.layout.groups
+        parts, groups = self._manager.inspect(), self._groups
+        arena, num_owned = parts.arena, parts.supply.num_owned
         used_bytes = sum(count * group.page_bytes for count, group in zip(arena.num_used, groups, strict=True))
         least_takeable = min(arena.num_allocatable(index) * group.page_bytes for index, group in enumerate(groups))
         self._unusable_bytes += self._budget_bytes - used_bytes - least_takeable
@@ -159,13 +160,13 @@ class _MemoryNotes:
             running = np.array(self._scheduler.running, dtype=np.int64)
             lengths = rows.num_computed[running] + 1  # with the token that is computed now
             for index, group in windowed:
-                self._windowed_bytes += self._manager.num_owned[index] * group.page_bytes
+                self._windowed_bytes += num_owned[index] * group.page_bytes
                 tokens = (lengths - group.spec.first_visible_each(lengths - 1)).sum()
                 self._ideal_bytes += int(tokens) * len(group.layers) * group.spec.token_bytes
 
     def peak_bytes(self) -> dict[str, int]:
-        peaks = zip(self._manager.peak_owned, self._manager.layout.groups, strict=True)
-        return {group.name: count * group.page_bytes for count, group in peaks}
+        peaks = self._manager.peak_pages()
+        return {group.name: peaks[group.name] * group.page_bytes for group in self._groups}
 
     @property
     def unusable_bytes_share(self) -> float:

@@ -14,7 +14,7 @@ from typing import TypedDict
 
 from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.errors import ConfigError
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.layout import build_layout, without_sliding
 from lamella.kv_cache.sizing import size_pool
 from lamella.kv_cache.spec import KVCacheSpec, ceil_div
@@ -124,7 +124,7 @@ def build_scheduler(
             interval_tokens=interval_tokens,
         )
         num_slabs, chunk_tokens, step_pages_bytes = size.num_slabs, size.chunk_tokens, size.step_pages_bytes
-    manager = HybridBlockManager(
+    manager = BlockManager(
         layout,
         num_slabs=num_slabs,
         num_rows=limits.max_num_seqs,

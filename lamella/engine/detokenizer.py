@@ -115,7 +115,7 @@ class IncrementalDetokenizer:
             delta = self._final_text[self._num_given :]
         else:
             pending = "".join(self._pieces)
-            delta = pending[: self._num_chars - self._num_unsettled() - self._num_given]
+            delta = pending[: self._num_chars - self._num_tentative() - self._num_given]
             if delta:
                 self._pieces = [pending[len(delta) :]] if len(delta) < len(pending) else []
                 self._given.append(delta)
@@ -144,12 +144,12 @@ class IncrementalDetokenizer:
             stops.mark()
         return stops.feed(new_text)
 
-    def _num_unsettled(self) -> int:
+    def _num_tentative(self) -> int:
         if self._stream is None:
             return 0
         if self._stops is None or self._params.include_stop_str_in_output:
             return self._stream.num_tentative
-        return self._stops.num_unsettled()
+        return self._stops.num_tentative()
 
     def _num_held_back(self) -> int:
         if self._stops is None or self._params.include_stop_str_in_output:

@@ -14,6 +14,7 @@ from typing import Any
 
 from lamella.argument_checks import shown
 from lamella.engine.config import EngineConfig
+from lamella.engine.engine_inspection import EngineInspection
 from lamella.engine.held_interrupts import HeldInterrupts
 from lamella.engine.model_setup import LoadedEngine, load_engine
 from lamella.engine.output_processor import OutputProcessor
@@ -32,8 +33,7 @@ from lamella.engine.vllm_request_arguments import (
 )
 from lamella.errors import CapacityError, ConfigError, EngineClosedError, RequestError
 from lamella.kv_cache import invariants
-from lamella.kv_cache.block_manager import GroupUsage
-from lamella.kv_cache.counters import KVCacheCounters, count_kv_cache
+from lamella.kv_cache.counters import GroupUsage, KVCacheCounters
 from lamella.kv_cache.report import kv_cache_report
 from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.runner import LaunchedStep
@@ -339,6 +339,14 @@ class Engine:
     def get_tokenizer(self) -> Tokenizer:
         return self._require_open().tokenizer
 
+    def inspect(self) -> EngineInspection:
+        """The parts that this engine is made of, for tests and tools to look at. Changes nothing and waits for nothing:
+        what a step that runs is changing may be seen half done. Raises EngineClosedError."""
+        loaded = self._require_open()
+        return EngineInspection(
+            loaded.layout, loaded.pool, loaded.manager, loaded.scheduler, loaded.runner, tuple(self._launched)
+        )
+
     @in_turn
     def check_invariants(self) -> None:
         """Raise InvariantError if the KV bookkeeping contradicts itself."""
@@ -349,13 +357,13 @@ class Engine:
         loaded = self._require_open()
         counters = loaded.scheduler.counters()._asdict()
         hits = counters.pop("hits")
-        peaks = dict(zip((group.name for group in loaded.layout.groups), loaded.manager.peak_owned, strict=True))
+        peaks = loaded.manager.peak_pages()
         page_bytes = {group.name: group.page_bytes for group in loaded.layout.groups}
         return EngineStats(
             **counters,
             peak_pages=peaks,
             peak_page_bytes={name: count * page_bytes[name] for name, count in peaks.items()},
-            kv_cache=count_kv_cache(loaded.manager, hits),
+            kv_cache=loaded.manager.counters(hits),
         )
 
     @in_turn
@@ -372,10 +380,10 @@ class Engine:
             loaded.pool.num_slabs,
             max_model_len=loaded.pool.max_model_len,
             chunk_tokens=loaded.pool.chunk_tokens,
-            interval_tokens=loaded.manager.interval_tokens,
-            slab_quota=loaded.manager.arena.slab_quota,
+            interval_tokens=loaded.manager.settings.interval_tokens,
+            slab_quota=loaded.manager.settings.slab_quota,
             step_pages_bytes=loaded.pool.step_pages_bytes,
-            num_blocks_more=loaded.manager.num_blocks_more,
+            num_blocks_more=loaded.manager.settings.num_blocks_more,
         )
 
     @in_turn

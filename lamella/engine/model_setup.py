@@ -17,7 +17,7 @@ from lamella.engine.config import EngineConfig
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.errors import CapacityError, ConfigError
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.layout import KVLayout, build_layout, without_sliding
 from lamella.kv_cache.memory import MemoryProfile, allocate_arena, available_memory_bytes, total_memory_bytes
 from lamella.kv_cache.retention import RetentionPolicy
@@ -54,7 +54,7 @@ class LoadedEngine:
     default_params: SamplingParams
     layout: KVLayout
     pool: PoolSize
-    manager: HybridBlockManager
+    manager: BlockManager
     scheduler: Scheduler
     runner: ModelRunner
 
@@ -129,7 +129,7 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
     elif memory_bytes is None:
         memory_bytes = int(available_memory_bytes(device) * config.kv_cache_memory_fraction)
     size, slab_quota, interval_tokens = _size_memory(config, layout, model_config, memory_bytes, max_model_len)
-    manager = HybridBlockManager(
+    manager = BlockManager(
         layout,
         num_slabs=size.num_slabs,
         num_rows=config.max_num_seqs,

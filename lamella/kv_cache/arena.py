@@ -7,24 +7,16 @@ request does not have. On the host the null page is NULL_PAGE.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 
 from lamella.errors import ConfigError
 from lamella.kv_cache.layout import KVLayout
+from lamella.kv_cache.page_transfers import PageMoves
 
 NULL_PAGE = -1
 FREE = -1
 RESERVED = -2
-
-
-class Move(NamedTuple):
-    """The contents of page `source` of `group` belong into page `target` now; `source` is no longer in use."""
-
-    group: int
-    source: int
-    target: int
 
 
 class Arena:
@@ -148,7 +140,7 @@ class Arena:
             )
         )
 
-    def compact(self, group: int, *, immovable: Iterable[int] = (), max_moved_share: float = 1.0) -> list[Move] | None:
+    def compact(self, group: int, *, immovable: Iterable[int] = (), max_moved_share: float = 1.0) -> PageMoves | None:
         """Empty one partly used slab of another group, so that `group` can take it.
 
         The pages in use there move into free pages of that group's other slabs. The slab chosen is the one with
@@ -186,7 +178,7 @@ class Arena:
             return None
         return self._empty_slab(*best[1:])
 
-    def _empty_slab(self, group: int, slab: int) -> list[Move]:
+    def _empty_slab(self, group: int, slab: int) -> PageMoves:
         """Move all pages of a partly used slab into the group's other ones, fullest first; they have room."""
         free_pages = set(self._free_pages[slab])
         sources = [page for page in self._pages_of(group, slab) if page not in free_pages]
@@ -198,7 +190,7 @@ class Arena:
             target_slab = next(iter(partial[min(partial)]))
             self._unlist(group, target_slab)
             self._take(group, target_slab, len(sources) - len(targets), targets)
-        return [Move(group, source, target) for source, target in zip(sources, targets, strict=True)]
+        return PageMoves(group, np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64))
 
     def free_pages_of(self, group: int) -> set[int]:
         """Free pages inside slabs that are lent to `group`."""

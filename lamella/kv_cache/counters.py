@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from lamella.kv_cache.block_manager import GroupUsage, HybridBlockManager
+
+class GroupUsage(NamedTuple):
+    """Pages of one group by state; they add up to the pages of the slabs lent to it."""
+
+    owned: int  # private, or referenced by a request
+    cached: int  # in the tree, nobody uses it now
+    free: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +68,3 @@ class KVCacheCounters:
     num_tombstones: int
     num_dead_full_pages: int
     hits: HitCounters
-
-
-def count_kv_cache(manager: HybridBlockManager, hits: HitCounters) -> KVCacheCounters:
-    tree = manager.tree
-    return KVCacheCounters(
-        pages=manager.usage(),
-        num_slab_moves=manager.num_slab_moves,
-        num_moved_pages=manager.num_moved_pages,
-        num_evicted_resume_points=tree.num_evicted_resume_points,
-        num_evicted_spare_pages=tree.num_evicted_spare_pages,
-        num_tombstones=tree.num_tombstones,
-        num_dead_full_pages=tree.num_dead_full_pages,
-        hits=hits,
-    )

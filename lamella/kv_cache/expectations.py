@@ -91,7 +91,7 @@ class Expectations:
             ranks.add(rank)
         expectation.rank = rank
 
-    def settle(self, expectation: Expectation) -> None:
+    def withdraw(self, expectation: Expectation) -> None:
         """The request waits no more."""
         if not expectation.is_live:
             return

@@ -12,8 +12,10 @@ import numpy as np
 
 from lamella.errors import InvariantError
 from lamella.kv_cache.arena import FREE, NULL_PAGE
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.child_index import NO_NODE
+from lamella.kv_cache.inspection import Inspection
+from lamella.kv_cache.layout import KVGroup, KVLayout
 
 
 def _require(condition: object, message: str) -> None:
@@ -21,7 +23,7 @@ def _require(condition: object, message: str) -> None:
         raise InvariantError(message)
 
 
-def check(manager: HybridBlockManager) -> None:
+def check(manager: BlockManager) -> None:
     """Raise InvariantError at the first contradiction.
 
     Checked: every page is in exactly one of free / cached / owned; reference and hold counts equal what
@@ -29,33 +31,34 @@ def check(manager: HybridBlockManager) -> None:
     both ways; nodes exist for a reason; what a row needs to go on is live; slabs hold pages of their own group only;
     step pages are where the rows say, and no two of them are in each other's way.
     """
-    tree_nodes = set(manager.tree.nodes())
-    refs, private = _walk_rows(manager, tree_nodes)
-    _check_step_pages(manager)
-    _check_tree(manager, tree_nodes, refs)
-    for group in range(manager.num_groups):
-        _check_pages(manager, group, tree_nodes, private[group])
+    parts = manager.inspect()
+    tree_nodes = set(parts.tree.nodes())
+    refs, private = _walk_rows(parts, tree_nodes)
+    _check_step_pages(parts, manager.layout)
+    _check_tree(parts, tree_nodes, refs)
+    for group, spec in enumerate(manager.layout.groups):
+        _check_pages(parts, group, spec, manager.layout.slab_units, tree_nodes, private[group])
 
 
-def _walk_rows(manager: HybridBlockManager, tree_nodes: set[int]) -> tuple[Counter[tuple[int, int]], list[list[int]]]:
+def _walk_rows(parts: Inspection, tree_nodes: set[int]) -> tuple[Counter[tuple[int, int]], list[list[int]]]:
     """References per (group, node), and the private pages of each group, as the rows name them."""
-    tree = manager.tree
+    rows, tree = parts.rows, parts.tree
     refs: Counter[tuple[int, int]] = Counter()
-    private: list[list[int]] = [[] for _ in range(manager.num_groups)]
+    private: list[list[int]] = [[] for _ in range(parts.rows.num_groups)]
     pins: Counter[int] = Counter()
-    for row in range(len(manager.frontier)):
-        num_blocks = int(manager.num_blocks[row])
-        num_committed = int(manager.num_committed[row])
-        frontier = int(manager.frontier[row])
-        beyond = manager.tables[:, row, num_blocks:]
+    for row in range(len(rows.frontier)):
+        num_blocks = int(rows.num_blocks[row])
+        num_committed = int(rows.num_committed[row])
+        frontier = int(rows.frontier[row])
+        beyond = rows.pages[:, row, num_blocks:]
         _require((beyond == NULL_PAGE).all(), f"row {row}: a page beyond its {num_blocks} blocks")
         if frontier == NO_NODE:
             _require(num_blocks == 0 and num_committed == 0, f"row {row} is empty but has blocks")
             continue
         pins[frontier] += 1
         _require(num_committed <= num_blocks, f"row {row}: more blocks committed than grown")
-        committed = manager.nodes[row, :num_committed]
-        _require((manager.nodes[row, num_committed:] == NO_NODE).all(), f"row {row}: node beyond the frontier")
+        committed = rows.nodes[row, :num_committed]
+        _require((rows.nodes[row, num_committed:] == NO_NODE).all(), f"row {row}: node beyond the frontier")
         _require(
             frontier == (committed[-1] if num_committed else frontier),
             f"row {row}: the frontier is not its last committed block",
@@ -64,26 +67,26 @@ def _walk_rows(manager: HybridBlockManager, tree_nodes: set[int]) -> tuple[Count
             all(int(tree.parent[child]) == int(parent) for parent, child in itertools.pairwise(committed)),
             f"row {row}: its nodes are no path",
         )
-        for group in range(manager.num_groups):
-            first_kept = int(manager.first_kept[group, row])
-            for block, page in enumerate(manager.tables[group, row, :num_blocks].tolist()):
-                node = int(manager.nodes[row, block])
+        for group in range(parts.rows.num_groups):
+            first_kept = int(rows.first_kept[group, row])
+            for block, page in enumerate(rows.pages[group, row, :num_blocks].tolist()):
+                node = int(rows.nodes[row, block])
                 _require(
                     (page == NULL_PAGE) == (block < first_kept),
                     f"row {row} group {group} block {block}: page {page}, but first kept block is {first_kept}",
                 )
-                if page == NULL_PAGE or manager.step_pages.holds(page):
+                if page == NULL_PAGE or parts.step_pages.holds(page):
                     continue
-                if node == NO_NODE or block < manager.scratch_end[group, row]:
+                if node == NO_NODE or block < rows.scratch_end[group, row]:
                     private[group].append(page)
                 else:
                     _require(int(tree.page[group, node]) == page, f"row {row}: table and tree differ at block {block}")
                     refs[group, node] += 1
-    for row, copies in manager.copies.items():
+    for row, copies in parts.supply.copies.items():
         for group, source, target in copies:
             refs[group, source] += 1
             _require(
-                target in manager.tables[group, row].tolist(),
+                target in rows.pages[group, row].tolist(),
                 f"row {row} group {group}: a copy is planned into page {target}, which the row does not have",
             )
     for node in tree_nodes | set(tree.roots().values()):
@@ -91,18 +94,18 @@ def _walk_rows(manager: HybridBlockManager, tree_nodes: set[int]) -> tuple[Count
     return refs, private
 
 
-def _check_step_pages(manager: HybridBlockManager) -> None:
-    layout, region = manager.layout, manager.step_pages
-    first_unit = manager.arena.num_slabs * layout.slab_units
+def _check_step_pages(parts: Inspection, layout: KVLayout) -> None:
+    rows, region = parts.rows, parts.step_pages
+    first_unit = parts.arena.num_slabs * layout.slab_units
     end_unit = first_unit + region.num_bytes // layout.unit_bytes
     found = [
         (group, row, block, page)
-        for group, row, block in np.argwhere(manager.tables >= region.first_page).tolist()
-        if (page := int(manager.tables[group, row, block])) != NULL_PAGE
+        for group, row, block in np.argwhere(rows.pages >= region.first_page).tolist()
+        if (page := int(rows.pages[group, row, block])) != NULL_PAGE
     ]
     named = {
         (group, row, block)
-        for row, spans in manager.step_blocks.items()
+        for row, spans in parts.chunks.step_blocks.items()
         for group, first, last in spans
         for block in range(first, last)
     }
@@ -123,8 +126,8 @@ def _check_step_pages(manager: HybridBlockManager) -> None:
         )
 
 
-def _check_tree(manager: HybridBlockManager, tree_nodes: set[int], refs: Counter[tuple[int, int]]) -> None:
-    tree = manager.tree
+def _check_tree(parts: Inspection, tree_nodes: set[int], refs: Counter[tuple[int, int]]) -> None:
+    rows, tree = parts.rows, parts.tree
     holds: Counter[tuple[int, int]] = Counter()
     for node in tree.resume_points:
         _require(node in tree_nodes, f"resume point at node {node}, which is gone")
@@ -132,8 +135,8 @@ def _check_tree(manager: HybridBlockManager, tree_nodes: set[int], refs: Counter
     _require(all(node in tree_nodes for _, node in tree.spare), "a spare page of a node that is gone")
     ends = Counter(
         (group, int(node))
-        for group, row in np.argwhere(manager.first_left < manager.first_kept).tolist()
-        for node in manager.nodes[row, manager.first_left[group, row] : manager.first_kept[group, row]]
+        for group, row in np.argwhere(rows.first_left < rows.first_kept).tolist()
+        for node in rows.nodes[row, rows.first_left[group, row] : rows.first_kept[group, row]]
     )
     _require(all(node in tree_nodes for _, node in [*tree.for_ends, *ends]), "an end wants what is gone")
     for node in tree.expected:
@@ -145,7 +148,7 @@ def _check_tree(manager: HybridBlockManager, tree_nodes: set[int], refs: Counter
     for node in tree_nodes:
         _require(int(tree.parent[node]) in tree_nodes | roots, f"node {node} has lost its parent")
         _require(int(tree.num_children[node]) == children[node], f"node {node}: wrong number of children")
-        used = any(refs[group, node] for group in range(manager.num_groups))
+        used = any(refs[group, node] for group in range(parts.rows.num_groups))
         _require(
             children[node] or node in tree.resume_points or tree.pins[node] or used,
             f"node {node} has no reason to exist",
@@ -173,25 +176,24 @@ def _check_tree(manager: HybridBlockManager, tree_nodes: set[int], refs: Counter
                 _require(page != NULL_PAGE, f"node {node} has no full-attention page")
 
 
-def _check_pages(manager: HybridBlockManager, group: int, tree_nodes: set[int], private: list[int]) -> None:
-    arena, tree, name = manager.arena, manager.tree, manager.layout.groups[group].name
+def _check_pages(
+    parts: Inspection, group: int, spec: KVGroup, slab_units: int, tree_nodes: set[int], private: list[int]
+) -> None:
+    arena, tree, name = parts.arena, parts.tree, spec.name
     in_tree = [int(tree.page[group, node]) for node in tree_nodes if tree.page[group, node] != NULL_PAGE]
     referenced = [int(tree.page[group, node]) for node in tree_nodes if tree.refs[group, node]]
     free = arena.free_pages_of(group)
-    given_up = [page for owner, page in manager.given_up if owner == group]
-    _require(manager.in_flight or not given_up, f"{name}: pages are held back for a step, and none is in flight")
+    given_up = [page for owner, page in parts.supply.given_up if owner == group]
+    _require(parts.supply.in_flight or not given_up, f"{name}: pages are held back for a step, and none is in flight")
     used = in_tree + private + given_up
     _require(len(set(used)) == len(used), f"{name}: a page is used twice")
     _require(not free.intersection(used), f"{name}: a page is both free and used")
     _require(arena.num_used[group] == len(used), f"{name}: {arena.num_used[group]} pages counted, {len(used)} found")
-    _require(manager.num_owned[group] == len(private) + len(referenced), f"{name}: the count of owned pages is wrong")
+    _require(
+        parts.supply.num_owned[group] == len(private) + len(referenced), f"{name}: the count of owned pages is wrong"
+    )
     lent = np.flatnonzero(arena.slab_group == group)
-    spec = manager.layout.groups[group]
-    every = {
-        int(slab) * manager.layout.slab_units + index * spec.page_units
-        for slab in lent
-        for index in range(spec.pages_per_slab)
-    }
+    every = {int(slab) * slab_units + index * spec.page_units for slab in lent for index in range(spec.pages_per_slab)}
     _require(every == free.union(used), f"{name}: pages and lent slabs do not match")
     num_free_slabs = int((arena.slab_group == FREE).sum())
     _require(arena.num_free_slabs == num_free_slabs, "the list of free slabs is wrong")

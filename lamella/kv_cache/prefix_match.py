@@ -46,9 +46,9 @@ def longest_resume(live: Sequence[tuple[KVCacheSpec, np.ndarray]], limit: int, p
     live: of each windowed group, which of the prefix's blocks have its page (bool [num_blocks]).
     """
     position = limit
-    settled = False
-    while position > 0 and not settled:
-        settled = True
+    is_live = False
+    while position > 0 and not is_live:
+        is_live = True
         for spec, alive in live:
             first = min(spec.first_needed(position), position // page_tokens * page_tokens)
             low, high = first // page_tokens, ceil_div(position, page_tokens)
@@ -59,7 +59,7 @@ def longest_resume(live: Sequence[tuple[KVCacheSpec, np.ndarray]], limit: int, p
                 block = low + int(dead[-1])
                 end = (block + 1) * page_tokens
                 position = end if end < position else block * page_tokens
-                settled = False
+                is_live = False
     return position
 
 

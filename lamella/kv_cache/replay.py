@@ -12,15 +12,22 @@ as its last token depends on it through all layers (`skip`).
 
 from __future__ import annotations
 
+import sys
+
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, KVCacheSpec, ceil_div
+
+# A replay writes sliding KV for its own length that nobody needs afterwards: no more than this share of the arena, or
+# it would evict what is worth more.
+MAX_REPLAY_SHARE = 1 / 8
 
 
 class ReplayRule:
     """For a model whose layers `layout` describes. `is_possible`: it has both windowed and full-attention groups;
-    `can_skip`: it has windowed ones only."""
+    `can_skip`: it has windowed ones only. `most_tokens`: no replay computes more; whoever knows sets it."""
 
     def __init__(self, layout: KVLayout) -> None:
+        self.most_tokens = sys.maxsize
         self._page_tokens = layout.page_tokens
         group_of = [layout.layer_address(layer)[0] for layer in range(len(layout.owners))]
         self._layers = [(group, layout.groups[group].spec) for group in group_of]
@@ -51,7 +58,7 @@ class ReplayRule:
                 position = _first_exact_output(spec, position)
         return exact
 
-    def plan(self, num_full_tokens: int, num_valid_tokens: int, most_tokens: int) -> int | None:
+    def plan(self, num_full_tokens: int, num_valid_tokens: int) -> int | None:
         """Where to begin to go on at `num_full_tokens`, or None where resuming at `num_valid_tokens` costs less
         than twice as much, or more than `most_tokens` would be replayed."""
         if not self.is_possible or num_full_tokens <= num_valid_tokens:
@@ -59,7 +66,7 @@ class ReplayRule:
         start = self.start(num_full_tokens)
         num_replayed = num_full_tokens - start
         pays = start > num_valid_tokens and 2 * num_replayed < num_full_tokens - num_valid_tokens
-        return start if pays and num_replayed <= most_tokens else None
+        return start if pays and num_replayed <= self.most_tokens else None
 
     def skip(self, num_tokens: int, num_valid_tokens: int) -> int | None:
         """Where to begin a prompt of `num_tokens` so that the windows at its end, with a block more, and all that

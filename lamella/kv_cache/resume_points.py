@@ -127,9 +127,9 @@ class ResumePoints:
         self.expected.rerank(expectation, rank)
         self._reorder(expectation.node)
 
-    def settle(self, expectation: Expectation) -> None:
+    def withdraw(self, expectation: Expectation) -> None:
         """The request waits no more."""
-        self.expected.settle(expectation)
+        self.expected.withdraw(expectation)
         self._reorder(expectation.node)
 
     # Their order

@@ -1,7 +1,7 @@
 """Steps that only decode, as captured graphs: one launch instead of hundreds.
 
 A graph is captured for each of a few batch sizes; a step takes the smallest that holds it, and the rows left over are
-padding that reads and writes nothing. What a graph launches was settled when it was captured, so a step's numbers
+padding that reads and writes nothing. What a graph launches was decided when it was captured, so a step's numbers
 reach it through memory only: everything that differs from step to step is in `DecodeBuffers`, whose addresses never
 change, and what the host decides by (grids, strides) follows from the batch size and the tables' fixed widths.
 
@@ -17,8 +17,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from lamella.kv_cache.page_transfers import PageCopies
+from lamella.kv_cache.step_memory import GroupPlan
 from lamella.model_executor.step_buffers import NO_SLOT, NULL_PAGE, PackedShape, StepInputs, StepUpload
-from lamella.model_executor.step_plan import GroupPlan, PageCopies, SamplingBatch, StepPlan
+from lamella.model_executor.step_plan import SamplingBatch, StepPlan
 
 LARGEST_BATCH = 512
 CAPTURABLE_BACKENDS = ("triton",)  # their launches do not depend on the metadata's host arrays

@@ -15,12 +15,14 @@ from lamella.attention.contract import AttentionBackend
 from lamella.errors import CapacityError
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.memory import MemoryProfile, allocate_arena
+from lamella.kv_cache.page_transfers import PageCopies
 from lamella.kv_cache.spec import KVCacheSpec, ceil_div
+from lamella.kv_cache.step_memory import GroupPlan
 from lamella.model_executor.decode_graphs import batch_sizes
 from lamella.model_executor.layers.stack import Stack
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.step_buffers import NO_SLOT, NULL_PAGE
-from lamella.model_executor.step_plan import GroupPlan, PageCopies, SamplingBatch, StepPlan
+from lamella.model_executor.step_plan import SamplingBatch, StepPlan
 
 # What a captured graph takes besides the tensors of its run: its nodes and their arguments, and what the pool rounds
 # up. Set aside before capture, compared afterwards.
@@ -62,11 +64,11 @@ class CudaMeter:
         return int(torch.cuda.mem_get_info(self._device)[1])
 
     def free_bytes(self) -> int:
-        self._settle()
+        self._give_back()
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def held_bytes(self) -> int:
-        self._settle()
+        self._give_back()
         return torch.cuda.memory_reserved(self._device)
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
@@ -76,7 +78,7 @@ class CudaMeter:
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_reserved(self._device) - before
 
-    def _settle(self) -> None:
+    def _give_back(self) -> None:
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()

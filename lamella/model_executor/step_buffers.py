@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from lamella.attention.metadata import AttentionMetadata
-from lamella.model_executor.step_plan import GroupPlan, StepPlan
+from lamella.kv_cache.step_memory import GroupPlan
+from lamella.model_executor.step_plan import StepPlan
 
 NUM_STAGING_BUFFERS = 2  # one is written for the next step while the other's copy may still run
 NULL_PAGE = -1

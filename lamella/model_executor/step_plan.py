@@ -6,33 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-
-@dataclass(frozen=True, slots=True)
-class PageCopies:
-    """Whole pages of one group to copy before the step runs (copy on write): src[i] -> dst[i]."""
-
-    src_pages: np.ndarray  # int64 [C]
-    dst_pages: np.ndarray  # int64 [C]
-
-
-@dataclass(frozen=True, slots=True)
-class PageMoves:
-    """Whole pages of one group to move before anything else (compaction): src[i] -> dst[i], disjoint."""
-
-    group: int
-    src_pages: np.ndarray  # int64 [M]
-    dst_pages: np.ndarray  # int64 [M]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """One group's part of the step; see AttentionMetadata for the arrays."""
-
-    block_tables: np.ndarray  # int64 [R, width]; width may exceed what any row needs, and is NULL_PAGE there
-    first_blocks: np.ndarray  # int64 [R]
-    first_keys: np.ndarray  # int64 [R]
-    slot_mapping: np.ndarray  # int64 [T]
-    copies: PageCopies
+from lamella.kv_cache.page_transfers import PageMoves
+from lamella.kv_cache.step_memory import GroupPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def generate(folder: Path, prompts: list[list[int]], max_tokens: list[int], **ar
     arguments = defaults | arguments
     with LLM(str(folder), check_invariants=True, dtype="float32", **arguments) as llm:
         assert llm.engine.attention_backend == arguments["attention_backend"]
-        fused = llm.engine._loaded.runner.model.operators.name == "triton"
+        fused = llm.engine.inspect().runner.model.operators.name == "triton"
         assert fused == (arguments["attention_backend"] == "triton")
         outputs = llm.generate(prompts, params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]

@@ -36,14 +36,15 @@ def run(engine, request_id, prompt, num_tokens):
     last output."""
     engine.add_request(request_id, prompt, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
     prefill, decode, planned = [], [], []
-    scheduler = engine._require_open().scheduler
+    scheduler = engine.inspect().scheduler
     schedule, manager = type(scheduler).schedule, scheduler.manager
     group = [group.name for group in manager.layout.groups].index("sliding_512")
 
     def watched():
         plan = schedule(scheduler)
-        num_left = int((manager.first_kept[group] - manager.first_left[group]).sum())
-        planned.append(int((manager.tables[group] != NULL_PAGE).sum()) + num_left)
+        rows = manager.inspect().rows
+        num_left = int((rows.first_kept[group] - rows.first_left[group]).sum())
+        planned.append(int((rows.pages[group] != NULL_PAGE).sum()) + num_left)
         return plan
 
     scheduler.schedule = watched

@@ -90,11 +90,11 @@ def serve(engine: Engine, workload: list[Arrival]) -> tuple[dict, int]:
             if one.abort_step is not None and one.step + one.abort_step == step:
                 finished.update({output.request_id: output for output in engine.abort(str(index))})
         finished.update({output.request_id: output for output in engine.step() if output.finished})
-        num_ahead += len(engine._launched)
+        num_ahead += len(engine.inspect().launched)
         step += 1
         assert step < 3000
     assert all(usage.owned == 0 for usage in engine.stats().pages.values())
-    assert not engine._launched
+    assert not engine.inspect().launched
     return finished, num_ahead
 
 
@@ -150,7 +150,7 @@ def test_a_failing_step_harms_nothing(folder, monkeypatch, where, call):
     with Engine(model=folder, async_scheduling=False, **ARGUMENTS, **ROOMY) as engine:
         expected, _ = serve(engine, [Arrival(0, prompt, GREEDY, None) for prompt in prompts])
     with Engine(model=folder, async_scheduling=True, **ARGUMENTS, **ROOMY) as engine:
-        runner_type = type(engine._require_open().runner)
+        runner_type = type(engine.inspect().runner)
         launch, calls = runner_type.launch, []
 
         def failing(*_):
@@ -174,7 +174,7 @@ def test_a_failing_step_harms_nothing(folder, monkeypatch, where, call):
                     finished.update({output.request_id: output for output in engine.step() if output.finished})
                 except MemoryError:
                     num_failed += 1
-                    assert not engine._launched
+                    assert not engine.inspect().launched
                     engine.check_invariants()
         assert num_failed == 1
         assert_same(expected, finished)
@@ -187,12 +187,12 @@ def test_aborting_all_leaves_nothing_in_flight(folder):
             engine.add_request(name, BASE[:9], GREEDY)
         for _ in range(3):
             engine.step()
-        assert len(engine._launched) == 1
+        assert len(engine.inspect().launched) == 1
         first = engine.abort("a")
-        assert len(engine._launched) == 1
+        assert len(engine.inspect().launched) == 1
         assert any(usage.owned for usage in engine.stats().pages.values())
         engine.abort("b")
-        assert not engine._launched
+        assert not engine.inspect().launched
         assert all(usage.owned == 0 for usage in engine.stats().pages.values())
         assert engine.stats().num_generated_tokens == 6
         engine.add_request("a", BASE[:9], GREEDY)  # the id is free at once, and gets nothing of the first
@@ -204,9 +204,9 @@ def test_an_engine_can_be_closed_with_a_step_in_flight(folder):
     engine = Engine(model=folder, async_scheduling=True, **ARGUMENTS, **ROOMY)
     engine.add_request("a", BASE[:9], GREEDY)
     engine.step()
-    assert engine._launched
+    assert engine.inspect().launched
     engine.close()
-    assert not engine._launched
+    assert not engine.inspect().launched
 
 
 def test_it_is_off_on_a_cpu_unless_asked_for(folder):
@@ -260,7 +260,7 @@ def test_as_many_requests_fit_as_without():
         simulation = kind(
             specs, page_tokens=4, max_model_len=length, chunk_tokens=4, extra_slabs=num_slabs - smallest, max_num_seqs=3
         )
-        assert simulation.manager.arena.num_slabs == num_slabs
+        assert simulation.manager.inspect().arena.num_slabs == num_slabs
         for index in range(3):
             simulation.add(f"r{index}", [index, 1, 2], length)
         simulation.run()
@@ -275,9 +275,9 @@ def test_equal_blocks_are_kept_once_and_none_is_taken_from_a_step_in_flight():
         simulation.add(name, range(6), 20)
     num_given_up = 0
     while simulation.step():
-        num_given_up += bool(simulation.manager.given_up)
+        num_given_up += bool(simulation.manager.inspect().supply.given_up)
     assert num_given_up > 2
-    assert not simulation.manager.given_up
+    assert not simulation.manager.inspect().supply.given_up
     assert simulation.outputs["a"] == simulation.outputs["b"] == foretell(None, range(6), 20)
 
 

@@ -256,7 +256,7 @@ def test_a_failing_step_harms_nothing(folder, monkeypatch):
         engine.add_request("0", "the cat", GREEDY)
         engine.add_request("1", "a window", GREEDY)
         engine.step()
-        runner = engine._require_open().runner
+        runner = engine.inspect().runner
         with monkeypatch.context() as patch:
             patch.setattr(type(runner), "launch", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
             with pytest.raises(MemoryError):
@@ -313,17 +313,37 @@ def test_close_gives_memory_back_and_ends_use(folder):
     engine = Engine(model=folder, **ARGUMENTS)
     engine.add_request("a", "the cat", GREEDY)
     engine.step()
-    arena = weakref.ref(engine._require_open().runner.arena)
-    weight = weakref.ref(engine._require_open().runner.model.model.embed_tokens.weight)
+    arena = weakref.ref(engine.inspect().runner.arena)
+    weight = weakref.ref(engine.inspect().runner.model.model.embed_tokens.weight)
     engine.close()
     gc.collect()
     assert arena() is None
     assert weight() is None
     engine.close()
     assert not engine.has_unfinished_requests()
-    for use in (engine.step, engine.stats, lambda: engine.add_request("b", "x", GREEDY), engine.reset_prefix_cache):
+    uses = (engine.step, engine.stats, engine.inspect, engine.reset_prefix_cache)
+    for use in (*uses, lambda: engine.add_request("b", "x", GREEDY)):
         with pytest.raises(EngineClosedError):
             use()
+
+
+def test_inspect_shows_the_parts_at_work_and_cannot_be_written_to(llm):
+    engine = llm.engine
+    parts = engine.inspect()
+    assert [group.name for group in parts.layout.groups] == list(engine.stats().pages)
+    assert parts.pool.max_model_len == engine.max_model_len
+    assert parts.runner.backend.name == engine.attention_backend
+    engine.add_request("a", "the cat", GREEDY)
+    engine.step()
+    assert parts.scheduler is engine.inspect().scheduler
+    (row,) = parts.scheduler.running
+    assert parts.scheduler.rows.request(row).request_id == "a"
+    owned = {name: usage.owned for name, usage in engine.stats().pages.items()}
+    assert {name: usage.owned for name, usage in parts.manager.usage().items()} == owned
+    assert min(owned.values()) > 0
+    with pytest.raises(AttributeError):
+        parts.manager = None
+    engine.abort("a")
 
 
 def test_chat_renders_the_template(llm):

@@ -94,7 +94,7 @@ def test_of_an_interrupted_request_all_samples_are_queued_or_none(engine, monkey
     engine.add_request("before", OTHER, PARAMS)
     engine.step()
     params = SamplingParams(n=3, seed=9, max_tokens=4, ignore_eos=True)
-    queue, add = engine._loaded.scheduler.queue, engine._loaded.scheduler.queue.add
+    queue, add = engine.inspect().scheduler.queue, engine.inspect().scheduler.queue.add
     left = [num_queued]
 
     def add_or_fail(*arguments):
@@ -124,7 +124,7 @@ def test_a_failed_admission_does_not_change_the_seeds_of_others(model):
         with Engine(model="fake") as engine:
             if fails:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(engine._loaded.scheduler, "add", fail)
+                    patch.setattr(engine.inspect().scheduler, "add", fail)
                     with pytest.raises(FailureError):
                         engine.add_request("a", PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
             engine.add_request("b", PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
@@ -137,7 +137,7 @@ def test_a_step_that_fails_on_the_host_is_undone(engine, monkeypatch, where):
     engine.add_request("a", PROMPT, PARAMS)
     stops = SamplingParams(seed=5, max_tokens=6, ignore_eos=True, stop=[answer().text.split()[3]])
     engine.add_request("b", PROMPT, stops)
-    scheduler = engine._loaded.scheduler
+    scheduler = engine.inspect().scheduler
     original, left = getattr(scheduler, where), [3 if where != "finish" else 0]
 
     def once(*arguments):
@@ -166,7 +166,7 @@ def test_a_step_that_fails_on_the_host_is_undone(engine, monkeypatch, where):
 
 def test_outputs_that_an_interrupt_kept_from_the_caller_come_with_the_next_step(engine):
     """The signal comes during the last step; it is raised when that is done."""
-    runner = engine._loaded.runner
+    runner = engine.inspect().runner
     compute, parts, num_interrupts = runner._compute, [], 0
 
     def compute_and_interrupt(plan, contexts):
@@ -198,7 +198,7 @@ def test_an_interrupted_abort_ends_all_or_none_and_its_outputs_are_not_lost(engi
         for output in engine.step():
             given[output.request_id] += len(output.outputs[0].token_ids)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._loaded.scheduler, "finish", fail)
+        patch.setattr(engine.inspect().scheduler, "finish", fail)
         with pytest.raises(FailureError):
             engine.abort(["a", "b"])
     outputs = engine.step()
@@ -211,8 +211,8 @@ def test_recovery_that_fails_too_is_made_up_for_by_the_next_call(engine, monkeyp
     engine.add_request("a", PROMPT, PARAMS)
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._loaded.scheduler, "update", fail)
-        patch.setattr(engine._loaded.manager, "clear", fail)
+        patch.setattr(engine.inspect().scheduler, "update", fail)
+        patch.setattr(engine.inspect().manager, "clear", fail)
         with pytest.raises(FailureError):
             engine.step()
         with pytest.raises(FailureError):
@@ -226,8 +226,8 @@ def test_a_roll_back_that_fails_empties_the_cache_instead(engine, monkeypatch):
     engine.add_request("a", PROMPT, PARAMS)
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._loaded.runner, "launch", fail)
-        patch.setattr(engine._loaded.scheduler, "roll_back", fail)
+        patch.setattr(engine.inspect().runner, "launch", fail)
+        patch.setattr(engine.inspect().scheduler, "roll_back", fail)
         with pytest.raises(FailureError):
             run(engine)
     engine.check_invariants()
@@ -238,7 +238,7 @@ def test_a_roll_back_that_fails_empties_the_cache_instead(engine, monkeypatch):
 def test_generate_works_after_one_that_was_interrupted_twice(model, monkeypatch):
     llm = LLM("fake")
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine._loaded.scheduler, "update", fail)
+        patch.setattr(llm.engine.inspect().scheduler, "update", fail)
         patch.setattr(llm.engine, "abort", fail)
         with pytest.raises(FailureError):
             llm.generate([PROMPT, OTHER], PARAMS, use_tqdm=False)
@@ -270,7 +270,7 @@ REQUESTS = {
 
 def outputs_of(engine, failing_call):
     """(token ids, text, log-probabilities by token) of each sample; None: nothing fails."""
-    loaded = engine._require_open()
+    loaded = engine.inspect()
     for name, params in REQUESTS.items():
         engine.add_request(name, "the cat sat on the mat", params)
     update, calls = loaded.scheduler.update, [0]
@@ -318,7 +318,7 @@ def test_close_gives_memory_back_though_the_error_is_kept(folder, monkeypatch, w
     engine = Engine(model=folder, **ARGUMENTS)
     engine.add_request("a", "the cat", SamplingParams(temperature=0))
     engine.step()
-    loaded = engine._require_open()
+    loaded = engine.inspect()
     arena = weakref.ref(loaded.runner.arena)
     weight = weakref.ref(loaded.runner.model.model.embed_tokens.weight)
     part, call = where.split(".")

@@ -44,7 +44,7 @@ def test_each_request_sees_from_its_own_first_key_on(backend):
     manager, scheduler = simulation.manager, simulation.scheduler
     layout = build_layout(SPECS, page_tokens=PAGE_TOKENS)
     sliding_group, full_group = (layout.layer_address(layer)[0] for layer in range(2))
-    arena = nan_arena(manager.arena.num_slabs * layout.slab_bytes)
+    arena = nan_arena(manager.inspect().arena.num_slabs * layout.slab_bytes)
     arena[: layout.slab_bytes] = 0
     model = Averages()
     runner = ModelRunner(model, backend, layout, SPECS, arena, prunes=False)
@@ -77,7 +77,7 @@ def test_each_request_sees_from_its_own_first_key_on(backend):
     # Positions 0..6 and 0..5 are computed. From now on they have lost what lies below 5 and 4.
     first_key.update(decoded=5, chunked=4)
     for name, lowest in first_key.items():
-        manager.first_keys[sliding_group, rows_of[name]] = lowest
+        manager.inspect().rows.first_keys[sliding_group, rows_of[name]] = lowest
     while scheduler.has_requests:
         step()
     # Queries 7..9 of one and 6..8 of the other would have seen further down.

@@ -39,10 +39,10 @@ if load_library() is not None:
     packed, quantized = linear.pack_weight(torch.rand(64, 32)), int8.quantize_int8(torch.rand(64, 32))
     blocks = gguf_linear.pack_gguf(torch.zeros(64, 34, dtype=torch.uint8).numpy(), "Q8_0")
     head, ids = int8_head.build_int8_head(packed.data, 64), torch.arange(64)
-    place = llm.engine._loaded.runner.places[0]
-    kernels, pages = llm.engine._loaded.runner.backend.kernels, place.cache.pages
+    place = llm.engine.inspect().runner.places[0]
+    kernels, pages = llm.engine.inspect().runner.backend.kernels, place.cache.pages
     rows = torch.rand(64, pages.num_kv_heads, pages.k_dim)
-    layer = llm.engine._loaded.runner.model.operators._weights[0]
+    layer = llm.engine.inspect().runner.model.operators._weights[0]
     entries |= dict(
         pack_weight=lambda: linear.pack_weight(x), linear=lambda: linear.linear(x, packed),
         linear_topk=lambda: linear.linear_topk(x, packed, 3), gather_rows=lambda: linear.gather_rows(packed, ids),

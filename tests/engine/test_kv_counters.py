@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lamella import LLM, SamplingParams
 from lamella.kv_cache.block_manager import GroupUsage
-from lamella.kv_cache.counters import HitCounters, count_kv_cache
+from lamella.kv_cache.counters import HitCounters
 from lamella.kv_cache.retention import RetentionPolicy
 from tests.helpers.simulation import Simulation, full, sliding
 from tests.helpers.tiny_gemma import save_tiny_gemma
@@ -13,7 +13,7 @@ HYBRID = [full(), sliding(9)]  # groups "full" and "sliding_9"; pages of 4 token
 
 
 def counted(simulation):
-    return count_kv_cache(simulation.manager, simulation.scheduler.counters().hits)
+    return simulation.manager.counters(simulation.scheduler.counters().hits)
 
 
 def run_one(simulation, name, prompt, num_tokens=1):
@@ -80,7 +80,7 @@ def test_spare_pages_are_evicted_as_such():
     run_one(simulation, "r", range(22))
     assert counted(simulation).pages["sliding_9"].cached == 6
     assert counted(simulation).num_tombstones == 0
-    assert simulation.manager.tree.evict_one()
+    assert simulation.manager.inspect().tree.evict_one()
     assert (counted(simulation).num_evicted_spare_pages, counted(simulation).num_evicted_resume_points) == (1, 0)
     simulation.manager.reset_prefix_cache()
     now = counted(simulation)

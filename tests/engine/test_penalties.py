@@ -74,7 +74,7 @@ def run(engine: Engine, preempted_after: int | None = None) -> list[list[int]]:
             outputs[output.request_id] = list(output.outputs[0].token_ids)
         num_steps += 1
         if num_steps == preempted_after:
-            scheduler = engine._loaded.scheduler
+            scheduler = engine.inspect().scheduler
             for row in list(scheduler.running):
                 scheduler._preempt(row)
     return [outputs[str(index)] for index in range(len(CASES))]

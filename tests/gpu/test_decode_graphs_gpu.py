@@ -23,20 +23,20 @@ def test_replays_equal_eager_steps(folder: Path, dtype: str) -> None:
     """Bit for bit. In float32 the tokens are the reference's too, and those of an engine without graphs. (In bfloat16
     the products of a padded batch may be rounded otherwise than those of its requests alone.)"""
     with make_engine(folder, device="cuda", dtype=dtype) as engine:
-        checked = CheckedReplays(engine._require_open().runner)
+        checked = CheckedReplays(engine.inspect().runner)
         tokens = serve(engine)
     assert checked.steps == GRAPH_STEPS
     if dtype == "float32":
         with make_engine(folder, "reference") as engine:
             assert serve(engine) == tokens
         with make_engine(folder, device="cuda", enforce_eager=True) as engine:
-            assert engine._require_open().runner.graphs is None
+            assert engine.inspect().runner.graphs is None
             assert serve(engine) == tokens
 
 
 def test_a_graph_step_waits_for_nothing(folder: Path) -> None:
     with make_engine(folder, device="cuda") as engine:
-        loaded = engine._require_open()
+        loaded = engine.inspect()
         for request_id in "abc":
             engine.add_request(request_id, {"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0, max_tokens=9))
         engine.step()
@@ -68,7 +68,7 @@ def test_memory_stays_within_utilization(folder: Path) -> None:
     used, total = used_and_total_bytes()
     utilization = (used + 2**28) / total
     with Engine(gpu_memory_utilization=utilization, **arguments) as engine:
-        assert 2**26 < engine._require_open().runner.arena.numel() <= 2**28
+        assert 2**26 < engine.inspect().runner.arena.numel() <= 2**28
         assert serve(engine) == expected
         assert used_and_total_bytes()[0] <= utilization * total
     with pytest.raises(CapacityError, match="nothing is left for the KV cache"):

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lamella.kv_cache.layout import KVLayout
+from lamella.kv_cache.step_memory import GroupPlan
 from lamella.model_executor.receptive_field import ReceptiveField
-from lamella.model_executor.step_plan import GroupPlan, StepPlan, StepResult
+from lamella.model_executor.step_plan import StepPlan, StepResult
 
 VOCAB = 50
 

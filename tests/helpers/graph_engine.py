@@ -38,14 +38,14 @@ def make_engine(folder: Path, backend: str = "triton", **arguments: Any) -> Engi
     defaults = {"max_model_len": MAX_MODEL_LEN, "page_size": PAGE_TOKENS, "max_num_batched_tokens": 40}
     defaults |= {"max_num_seqs": 9, "kv_cache_memory_bytes": 2**21, "dtype": "float32", "device": "cpu"}
     engine = Engine(model=str(folder), attention_backend=backend, check_invariants=True, **(defaults | arguments))
-    engine._require_open().runner.arena.fill_(0xFF)
+    engine.inspect().runner.arena.fill_(0xFF)
     return engine
 
 
 def capture(engine: Engine) -> RecordedGraphs:
-    loaded, maker = engine._require_open(), RecordedGraphs()
+    loaded, maker = engine.inspect(), RecordedGraphs()
     widths = decode_table_widths(
-        loaded.layout, max_model_len=MAX_MODEL_LEN, interval_tokens=loaded.manager.interval_tokens
+        loaded.layout, max_model_len=MAX_MODEL_LEN, interval_tokens=loaded.manager.settings.interval_tokens
     )
     loaded.runner.capture_decodes(maker, max_num_seqs=engine.config.max_num_seqs, table_widths=widths)
     return maker

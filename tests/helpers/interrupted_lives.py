@@ -254,18 +254,18 @@ class Life:
                 assert len(outputs) == 1
             for index in range(one.params.n):
                 self._check_sample(one, [output.outputs[index] for output in outputs], index)
-        loaded = self.engine._loaded
+        loaded = self.engine.inspect()
         assert self.engine.stats().num_generated_tokens == _num_tokens(by_request), "tokens are counted otherwise"
-        assert not self.engine._launched
+        assert not self.engine.inspect().launched
         assert not loaded.scheduler.running
         assert not len(loaded.scheduler.queue)
         assert len(loaded.scheduler.rows._free_rows) == len(loaded.scheduler.rows.requests)
         self.engine.check_invariants()
         assert all(usage.owned == 0 for usage in loaded.manager.usage().values())
         assert self.engine.reset_prefix_cache()
-        assert loaded.manager.arena.num_free_slabs == loaded.manager.arena.num_slabs - 1
-        assert loaded.manager.tree.roots() == {}
-        assert not len(loaded.manager.tree.expected)
+        assert loaded.manager.inspect().arena.num_free_slabs == loaded.manager.inspect().arena.num_slabs - 1
+        assert loaded.manager.inspect().tree.roots() == {}
+        assert not len(loaded.manager.inspect().tree.expected)
 
     def _check_sample(self, one: Arrival, parts, index: int) -> None:
         expected = foretell_answer(one.prompt, one.params, index, MAX_MODEL_LEN)

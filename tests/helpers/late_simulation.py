@@ -47,7 +47,7 @@ class LateSimulation(Simulation):
         self._watch_memory()
 
     def _watch_memory(self) -> None:
-        arena = self.manager.arena
+        arena = self.manager.inspect().arena
         free, compact = arena.free, arena.compact
 
         def watched_free(group, page):
@@ -56,11 +56,11 @@ class LateSimulation(Simulation):
 
         def watched_compact(group, **kwargs):
             moves = compact(group, **kwargs)
-            for move in moves or ():
-                assert not self._is_used(move.group, move.source), f"page {move.source} moves while a step uses it"
+            for source in () if moves is None else moves.src_pages.tolist():
+                assert not self._is_used(moves.group, source), f"page {source} moves while a step uses it"
             return moves
 
-        arena.free = self.manager.tree._free_page = watched_free
+        arena.free = self.manager.inspect().tree._free_page = watched_free
         arena.compact = watched_compact
 
     def _is_used(self, group: int, page: int) -> bool:
@@ -137,7 +137,7 @@ class LateSimulation(Simulation):
                     pages.update((group, table[block - first_block]) for block in blocks)
         for move in plan.moves:
             pages.update((move.group, page) for page in (*move.src_pages.tolist(), *move.dst_pages.tolist()))
-        return {(group, page) for group, page in pages if page < self.manager.step_pages.first_page}
+        return {(group, page) for group, page in pages if page < self.manager.inspect().step_pages.first_page}
 
     @property
     def layout(self):
@@ -191,7 +191,7 @@ class LateSimulation(Simulation):
         self._check_tree()
 
     def _check_tree(self) -> None:
-        tree, executor = self.manager.tree, self.executor
+        tree, executor = self.manager.inspect().tree, self.executor
         given = [(request.salt, self._given_tokens(request)) for request in self.requests.values()]
         # Node -> salt, tokens, tag of the last.
         paths: dict[int, tuple[str | None, list[int], bytes]] = {

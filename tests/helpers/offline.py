@@ -9,7 +9,7 @@ import numpy as np
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduling.request import Request
 from lamella.engine.scheduling.scheduler import Scheduler
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.sizing import size_pool
 from lamella.kv_cache.spec import KVCacheSpec
@@ -51,7 +51,7 @@ class Mix(NamedTuple):
             max_model_len=LONGEST, longest_model_len=LONGEST, chunk_tokens=self.max_num_batched_tokens,
             interval_tokens=self.page_tokens,
         )  # fmt: skip
-        manager = HybridBlockManager(
+        manager = BlockManager(
             layout, num_slabs=pool.num_slabs, num_rows=self.max_num_seqs, max_model_len=LONGEST,
             interval_tokens=self.page_tokens, step_pages_bytes=pool.step_pages_bytes,
         )  # fmt: skip

@@ -127,7 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def evict(self):
-        self.simulation.manager.tree.evict_one()
+        self.simulation.manager.inspect().tree.evict_one()
 
     def teardown(self):
         if not hasattr(self, "simulation"):
@@ -144,5 +144,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not simulation.manager.reset_prefix_cache():
             raise InvariantError("something is still cached after everything was evicted")
         assert all(usage == (0, 0, 0) for usage in simulation.manager.usage().values())
-        assert simulation.manager.arena.num_free_slabs == simulation.manager.arena.num_slabs - 1
-        assert simulation.manager.tree.roots() == {}
+        assert simulation.manager.inspect().arena.num_free_slabs == simulation.manager.inspect().arena.num_slabs - 1
+        assert simulation.manager.inspect().tree.roots() == {}

@@ -8,7 +8,7 @@ from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduling.request import Request
 from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.kv_cache import invariants
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import request_slabs, size_pool
@@ -38,6 +38,13 @@ def kind_of(spec: KVCacheSpec) -> tuple[str, int]:
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return "chunked", spec.attention_chunk_tokens
     return "full", 0
+
+
+def commit_row(manager: BlockManager, row: int, tokens: np.ndarray, num_computed: int, *, ends_prompt: bool = False):
+    """`commit` of one row, whose tokens these are."""
+    table = np.zeros((manager.settings.num_rows, len(tokens)), dtype=np.int32)
+    table[row] = tokens
+    manager.commit(np.array([row]), table, np.array([num_computed]), ends_prompt=np.array([ends_prompt]))
 
 
 class Simulation:
@@ -81,7 +88,7 @@ class Simulation:
             longest_model_len=max_model_len, chunk_tokens=chunk_tokens, interval_tokens=interval,
             with_step_pages=False,
         )  # fmt: skip
-        self.manager = HybridBlockManager(
+        self.manager = BlockManager(
             layout, num_slabs=pool.num_slabs, num_rows=max_num_seqs, max_model_len=max_model_len,
             interval_tokens=interval, enable_prefix_caching=enable_prefix_caching,
             windowed_replay=windowed_replay, skips_prompts=skips_prompts,
@@ -89,7 +96,7 @@ class Simulation:
             retention=RetentionPolicy(spare=False) if retention is None else retention,
         )  # fmt: skip
         if never_idle:
-            self.manager.idle_bytes = lambda: 0
+            self.manager.inspect().supply.idle_bytes = lambda: 0
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max(chunk_tokens, max_num_seqs),
             max_model_len=max_model_len, chunk_tokens=max(pool.chunk_tokens, min(chunk_tokens, step_tokens)),

@@ -21,8 +21,8 @@ def watch_tables(simulation: Simulation) -> None:
         for group, part in enumerate([] if plan is None else plan.groups):
             before.extend((array, array.tolist()) for array in (part.block_tables, part.first_blocks))
             for index, row in enumerate(scheduler._scheduled.tolist()):
-                first = int(manager.first_kept[group, row])
-                own = manager.tables[group, row].tolist()[first:]
+                first = int(manager.inspect().rows.first_kept[group, row])
+                own = manager.inspect().rows.pages[group, row].tolist()[first:]
                 given = part.block_tables[index].tolist()
                 length = max(len(own), len(given))
                 own += [NULL_PAGE] * (length - len(own))

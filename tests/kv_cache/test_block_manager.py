@@ -7,12 +7,12 @@ import pytest
 
 from lamella.errors import InvariantError
 from lamella.kv_cache import invariants
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.prefix_match import NO_MATCH
 from lamella.kv_cache.retention import RetentionPolicy
 from tests.helpers.fake_executor import foretell
-from tests.helpers.simulation import Simulation, chunked, full, sliding
+from tests.helpers.simulation import Simulation, chunked, commit_row, full, sliding
 
 HYBRID = [full(), sliding(9), sliding(9)]
 
@@ -76,7 +76,7 @@ def test_a_long_request_whose_live_pages_fit_flushes_nothing():
     short = list(range(20))
     run_one(simulation, "a", short)
     run_one(simulation, "b", [45] * 300)
-    assert simulation.manager.tree.num_evicted_resume_points == 0
+    assert simulation.manager.inspect().tree.num_evicted_resume_points == 0
     assert run_one(simulation, "a again", short)[0] == 19
 
 
@@ -138,7 +138,7 @@ def test_a_failed_step_is_undone_copy_on_write_included():
     request = simulation.add("second", [*range(18), 40, 41, 42], 10)
     simulation.step(fail=True)
     assert request.num_cached_tokens == 18
-    assert not simulation.manager.copies
+    assert not simulation.manager.inspect().supply.copies
     simulation.run()
     assert simulation.outputs["second"] == foretell(None, [*range(18), 40, 41, 42], 10)
 
@@ -156,28 +156,28 @@ def test_abort_while_waiting_prefilling_and_decoding():
 
 
 def break_lock(manager, row):
-    node = int(manager.frontier[row])
-    manager.tree.refs[0, node] -= 1
+    node = int(manager.inspect().rows.frontier[row])
+    manager.inspect().tree.refs[0, node] -= 1
 
 
 def break_table(manager, row):
-    manager.tables[0, row, 0] = manager.tables[0, row, 1]
+    manager.inspect().rows.pages[0, row, 0] = manager.inspect().rows.pages[0, row, 1]
 
 
 def break_slide(manager, row):
-    manager.first_kept[1, row] += 1
+    manager.inspect().rows.first_kept[1, row] += 1
 
 
 def break_count(manager, row):
-    manager.num_owned[1] += 1
+    manager.inspect().supply.num_owned[1] += 1
 
 
 def break_hold(manager, row):
-    manager.tree.holds[1, int(manager.frontier[row])] += 1
+    manager.inspect().tree.holds[1, int(manager.inspect().rows.frontier[row])] += 1
 
 
 def break_leak(manager, row):
-    manager.arena.allocate(0, 1)
+    manager.inspect().arena.allocate(0, 1)
 
 
 @pytest.mark.parametrize("fault", [break_lock, break_table, break_slide, break_count, break_hold, break_leak])
@@ -222,7 +222,7 @@ def test_when_a_shared_step_fails_nobody_keeps_what_was_never_computed():
     for index in range(4):
         simulation.add(f"r{index}", [*prompt, 40 + index], 9)
     simulation.step(fail=True)
-    assert list(simulation.manager.tree.nodes()) == []
+    assert list(simulation.manager.inspect().tree.nodes()) == []
     assert all(usage == (0, 0, 0) for usage in simulation.manager.usage().values())
     simulation.run()
     for index in range(4):
@@ -246,21 +246,22 @@ def test_blocks_committed_at_once_are_what_one_at_a_time_gets(known, retention):
     token_ids = np.arange(37, dtype=np.int32)
     managers = []
     for ends in ([37], range(1, 38)):
-        manager = HybridBlockManager(
+        manager = BlockManager(
             build_layout(HYBRID, page_tokens=4), num_slabs=200, num_rows=2, max_model_len=60, interval_tokens=4,
             retention=RetentionPolicy(retention),
         )  # fmt: skip
         for row, num_tokens in enumerate([4 * known, 37]):
             manager.begin(row, NO_MATCH)  # as if both had started before either was known
             assert manager.grow(row, 0, num_tokens, is_prefill=True)
-        manager.commit(0, token_ids, 4 * known)
+        commit_row(manager, 0, token_ids, 4 * known)
         for end in ends:
-            manager.commit(1, token_ids, end, ends_prompt=end == 37)
+            commit_row(manager, 1, token_ids, end, ends_prompt=end == 37)
         invariants.check(manager)
         managers.append(manager)
     at_once, one_by_one = managers
-    assert at_once.tables.tolist() == one_by_one.tables.tolist()
-    assert at_once.nodes.tolist() == one_by_one.nodes.tolist()
+    tables = [manager.inspect().rows for manager in managers]
+    assert tables[0].pages.tolist() == tables[1].pages.tolist()
+    assert tables[0].nodes.tolist() == tables[1].nodes.tolist()
     for row in range(2):
         for manager in managers:
             manager.release(row, token_ids, [4 * known, 37][row])

@@ -7,8 +7,9 @@ from collections import defaultdict
 
 import pytest
 
-from lamella.kv_cache.arena import Arena, Move
+from lamella.kv_cache.arena import Arena
 from lamella.kv_cache.layout import KVLayout, build_layout
+from lamella.kv_cache.page_transfers import PageMoves
 from tests.helpers.simulation import full, sliding
 
 LAYOUTS = {
@@ -35,14 +36,15 @@ class Model:
             self.num_written += 1
         self.check_disjoint()
 
-    def apply(self, moves: list[Move]) -> None:
+    def apply(self, moves: PageMoves) -> None:
         """All sources are read before any target is written, as a batched copy may do; or one after the other:
         the result must be the same, for sources and targets are disjoint."""
-        assert not {move.source for move in moves} & {move.target for move in moves}
-        taken = [(move, self.contents.pop((move.group, move.source))) for move in moves]
-        for move, content in taken:
-            assert (move.group, move.target) not in self.contents, "a page was moved onto one in use"
-            self.contents[move.group, move.target] = content
+        group, sources, targets = moves.group, moves.src_pages.tolist(), moves.dst_pages.tolist()
+        assert not set(sources) & set(targets)
+        contents = [self.contents.pop((group, source)) for source in sources]
+        for target, content in zip(targets, contents, strict=True):
+            assert (group, target) not in self.contents, "a page was moved onto one in use"
+            self.contents[group, target] = content
         self.check_disjoint()
 
     def check_disjoint(self) -> None:
@@ -133,8 +135,7 @@ def test_compaction_keeps_every_page_and_ends_within_the_bound(name):
                 if moves is None:
                     break
                 num_gained += 1
-                assert len({move.group for move in moves}) == 1
-                assert len(moves) * model.page_units(moves[0].group) == cheapest < layout.slab_units
+                assert len(moves.src_pages) * model.page_units(moves.group) == cheapest < layout.slab_units
                 model.apply(moves)
                 assert model.num_free_slabs() == arena.num_free_slabs == num_free + 1
             assert cheapest is None
@@ -169,8 +170,8 @@ def test_immovable_pages_stay(name):
             num_prevented += model.cheapest_units(group, set()) is not None
         else:
             num_gained += 1
-            assert not immovable.intersection(move.source for move in moves)
-            assert len(moves) * model.page_units(moves[0].group) == cheapest
+            assert not immovable.intersection(moves.src_pages.tolist())
+            assert len(moves.src_pages) * model.page_units(moves.group) == cheapest
             model.apply(moves)
     assert num_gained
     assert num_prevented
@@ -196,8 +197,8 @@ def test_too_few_free_pages_or_too_much_to_move_change_nothing():
     assert arena.compact(0) is None, "its own free pages it can use as they are"
     assert sorted(arena.free_pages_of(0)) == [5, 7, 8, 11, 12]
     moves = arena.compact(1, max_moved_share=0.4)
-    assert [move.source for move in moves] == [6, 9]
-    assert sorted(move.target for move in moves) == [11, 12]
+    assert moves.src_pages.tolist() == [6, 9]
+    assert sorted(moves.dst_pages.tolist()) == [11, 12]
     assert arena.allocate(1, 1) == [5]
 
 

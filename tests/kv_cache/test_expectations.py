@@ -32,7 +32,7 @@ def longer(name: str) -> np.ndarray:
 def order_of_eviction(simulation: Simulation, names: str = "abcd") -> str:
     """Evict all; which prompt was lost when."""
     order = ""
-    while simulation.manager.tree.evict_one():
+    while simulation.manager.inspect().tree.evict_one():
         invariants.check(simulation.manager)
         lost = [name for name in names if not simulation.manager.match(longer(name)).num_tokens]
         order += "".join(name for name in lost if name not in order)
@@ -64,11 +64,11 @@ def test_who_waits_no_more_keeps_nothing():
     manager = simulation.manager
     first, second = manager.expect(longer("a"), None, 1), manager.expect(longer("a"), None, 2)
     manager.expect(longer("b"), None, 3)
-    manager.settle(first)
-    assert (manager.tree.expected.num_requests, len(manager.tree.expected)) == (2, 2)
-    manager.settle(second)
-    manager.settle(second)
-    assert (manager.tree.expected.num_requests, len(manager.tree.expected)) == (1, 1)
+    manager.withdraw(first)
+    assert (manager.inspect().tree.expected.num_requests, len(manager.inspect().tree.expected)) == (2, 2)
+    manager.withdraw(second)
+    manager.withdraw(second)
+    assert (manager.inspect().tree.expected.num_requests, len(manager.inspect().tree.expected)) == (1, 1)
     assert not first.is_live
     assert order_of_eviction(simulation) == "cdab"
 
@@ -78,18 +78,18 @@ def test_an_evicted_prefix_is_expected_no_more():
     manager = simulation.manager
     expectation = manager.expect(longer("a"), None, 1)
     assert expectation.is_live
-    assert manager.tree.evict_one()
+    assert manager.inspect().tree.evict_one()
     assert not expectation.is_live
-    expected = manager.tree.expected
+    expected = manager.inspect().tree.expected
     assert (len(expected), expected.num_requests, expected.num_tokens, expected.num_bytes) == (0, 0, 0, 0)
-    manager.settle(expectation)
+    manager.withdraw(expectation)
     assert expected.num_requests == 0
 
 
 def test_what_is_cached_for_one_alone_is_counted_once():
     """20 tokens: 5 full pages of 16 bytes, and the window from token 12 on, 2 pages of 32 bytes."""
     simulation = warm("ab")
-    manager, expected = simulation.manager, simulation.manager.tree.expected
+    manager, expected = simulation.manager, simulation.manager.inspect().tree.expected
     manager.expect(longer("a"), None, 1)
     assert (expected.num_requests, expected.num_tokens, expected.num_bytes) == (1, 20, 144)
     again = manager.expect(longer("a"), None, 2)
@@ -121,7 +121,7 @@ def test_a_prefix_that_ends_inside_a_block_is_expected_with_its_block():
     prompt = np.array([*PROMPTS["a"][:18], 45, 46], dtype=np.int32)
     expectation = simulation.manager.expect(prompt, None, 1)
     assert (expectation.num_tokens, expectation.num_bytes) == (18, 5 * 16 + 3 * 32)
-    simulation.manager.tree.evict_one()
+    simulation.manager.inspect().tree.evict_one()
     assert not expectation.is_live
 
 
@@ -139,7 +139,7 @@ def test_blocks_that_a_step_has_yet_to_compute_are_not_expected():
 @pytest.mark.parametrize("end", ["admitted", "aborted"])
 def test_a_request_that_leaves_the_queue_expects_nothing(end):
     simulation = warm("ab", max_num_seqs=1)
-    expected = simulation.manager.tree.expected
+    expected = simulation.manager.inspect().tree.expected
     simulation.add("running", [1, 2, 3], 8)
     simulation.step()
     simulation.add("waiting", longer("a").tolist(), 2)
@@ -159,13 +159,13 @@ def test_a_preempted_request_expects_what_it_left_behind_before_all_others():
     for _ in range(4):
         simulation.step()
     simulation.add("waiting", longer("b").tolist(), 2)
-    scheduler, expected = simulation.scheduler, simulation.manager.tree.expected
+    scheduler, expected = simulation.scheduler, simulation.manager.inspect().tree.expected
     scheduler.queue.expect_first(scheduler._preempt(request.row))
     invariants.check(simulation.manager)
     assert (expected.num_requests, len(expected)) == (2, 2)
     assert expected.num_tokens == 20 + 24, "B's prompt, and 21 tokens with 3 of the answer computed"
     first_needed = max(expected, key=expected.turn)
-    assert simulation.manager.tree.end[first_needed] == 24
+    assert simulation.manager.inspect().tree.end[first_needed] == 24
     run_all(simulation)
     assert expected.num_requests == 0
 
@@ -175,7 +175,7 @@ def test_a_failed_step_lets_its_requests_expect_what_is_computed():
     simulation.add("r", PROMPTS["a"], 3)
     simulation.step()
     simulation.step(fail=True)
-    expected = simulation.manager.tree.expected
+    expected = simulation.manager.inspect().tree.expected
     assert (expected.num_requests, expected.num_tokens) == (1, 8)
     run_all(simulation)
     assert expected.num_requests == 0
@@ -216,7 +216,7 @@ def test_the_prefix_of_a_waiting_request_outlives_what_a_running_one_needs():
 
 
 class _Model:
-    """Every expectation that was added and neither settled nor disappointed."""
+    """Every expectation that was added and neither withdrawn nor disappointed."""
 
     def __init__(self) -> None:
         self.live: list[Expectation] = []
@@ -248,7 +248,7 @@ def test_sums_and_order_follow_a_model():
             expectations.rerank(draw.choice(every), draw.randrange(50))
         elif action < 0.85 and every:
             one = draw.choice(every)
-            expectations.settle(one)
+            expectations.withdraw(one)
             model.live = [other for other in model.live if other is not one]
         else:
             node = draw.randrange(12)

@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.spec import KVCacheSpec
+from tests.helpers.kept_ends import evict_all, found, tokens_of
 from tests.helpers.late_simulation import LateSimulation
 from tests.helpers.simulation import Simulation, chunked, full, sliding
 
@@ -35,24 +35,9 @@ class Case(NamedTuple):
     kv_sharing: dict[int, int] | None = None
 
 
-def tokens_of(num_tokens: int) -> list[int]:
-    return [(7 * index + index // 50) % 50 for index in range(num_tokens)]
-
-
-def found(simulation: Simulation, tokens: list[int], num_shared: int) -> int:
-    """What a prompt finds that shares so many tokens with `tokens` and then parts."""
-    other = (tokens[num_shared] + 1) % 50 if num_shared < len(tokens) else 1
-    return simulation.manager.match(np.array([*tokens[:num_shared], other, 2, 3], np.int32)).num_tokens
-
-
-def evict_all(simulation: Simulation) -> None:
-    while simulation.manager.tree.evict_one():
-        pass
-
-
 def evict_what_is_left_for_ends(simulation: Simulation) -> None:
     evict_all(simulation)
-    while simulation.manager.tree.evict_for_end():
+    while simulation.manager.inspect().tree.evict_for_end():
         pass
 
 
@@ -103,8 +88,8 @@ def run_to_the_end(case: Case) -> tuple[Simulation, list[int], int, int]:
 
 def check(case: Case) -> None:
     simulation, tokens, num_computed, end = run_to_the_end(case)
-    while simulation.manager.tree.spare:
-        simulation.manager.tree.evict_one()
+    while simulation.manager.inspect().tree.spare:
+        simulation.manager.inspect().tree.evict_one()
     # Who resumed where another prompt was kept holds what that had, and no window below.
     lowest = case.num_shared + 2 if case.num_shared else 0
     promised = range(max(0, end - case.page_tokens, lowest - case.page_tokens), end + 1)
@@ -179,8 +164,8 @@ def test_fixed_pools(spec, end, monkeypatch):
         quotas[num_slabs] = each
         make(self, layout, num_slabs=1 + 2 * each, slab_quota=(each, each), **options)
 
-    make = HybridBlockManager.__init__
-    monkeypatch.setattr(HybridBlockManager, "__init__", with_quota)
+    make = BlockManager.__init__
+    monkeypatch.setattr(BlockManager, "__init__", with_quota)
     for num_prompt_tokens in range(32, 38):
         check(Case([full(), spec, spec], 4, 16, num_prompt_tokens, 3, end))
     assert quotas
@@ -203,14 +188,14 @@ def test_in_the_smallest_arena_too():
             assert [found(simulation, tokens, shared) for shared in promised] == [*promised]
 
 
-def pages_held(manager: HybridBlockManager) -> Iterable[int]:
-    return (manager.tables != -1).sum(axis=2).max(axis=1).tolist()
+def pages_held(manager: BlockManager) -> Iterable[int]:
+    return (manager.inspect().rows.pages != -1).sum(axis=2).max(axis=1).tolist()
 
 
 def test_a_policy_that_keeps_no_ends_holds_no_block_more():
     for options in ({"enable_prefix_caching": False}, {"retention": RetentionPolicy("none")}):
         simulation = Simulation([full(), sliding(9)], page_tokens=4, max_model_len=120, chunk_tokens=16, **options)
-        assert simulation.manager.num_blocks_more == 0
+        assert simulation.manager.settings.num_blocks_more == 0
         simulation.add("r", tokens_of(60), 40)
         held = []
         while simulation.scheduler.has_requests:

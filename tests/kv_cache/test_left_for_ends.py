@@ -10,8 +10,8 @@ import pytest
 from lamella.kv_cache import invariants
 from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.retention import RetentionPolicy
+from tests.helpers.kept_ends import evict_all, found, tokens_of
 from tests.helpers.simulation import Simulation, full, sliding
-from tests.kv_cache.test_kept_ends import evict_all, found, tokens_of
 
 PAGE_TOKENS = 4
 WINDOWS = [3, 8, 9, 10, 16]
@@ -20,15 +20,15 @@ WINDOWS = [3, 8, 9, 10, 16]
 def left_blocks(simulation: Simulation, window: int) -> dict[int, set[int]]:
     """Row -> sliding blocks that the tree has and the row does not, and that a prompt needs which parts from it a block
     before the end of its last whole block or later."""
-    manager, rows, left = simulation.manager, simulation.scheduler.rows, {}
+    parts, rows, left = simulation.manager.inspect(), simulation.scheduler.rows, {}
     for row in simulation.scheduler.running:
         num_blocks = int(rows.num_computed[row]) // PAGE_TOKENS
         first_key = max(0, (num_blocks - 1) * PAGE_TOKENS - window + 1)
         left[row] = {
             block
             for block in range(first_key // PAGE_TOKENS, num_blocks)
-            if manager.tables[1, row, block] == NULL_PAGE
-            and manager.tree.page[1, manager.nodes[row, block]] != NULL_PAGE
+            if parts.rows.pages[1, row, block] == NULL_PAGE
+            and parts.tree.page[1, parts.rows.nodes[row, block]] != NULL_PAGE
         }
     return left
 
@@ -59,18 +59,18 @@ def busy(window: int, *, spare: bool) -> Simulation:
 @pytest.mark.parametrize("window", WINDOWS)
 def test_they_go_after_spare_pages_and_before_resume_points(window, spare):
     simulation = busy(window, spare=spare)
-    manager, tree = simulation.manager, simulation.manager.tree
+    manager, parts, tree = simulation.manager, simulation.manager.inspect(), simulation.manager.inspect().tree
     stages, num_left = [], sum(map(len, left_blocks(simulation, window).values()))
     assert num_left >= 3
     while True:
         num_spare, num_points, left = len(tree.spare), len(tree.resume_points), left_blocks(simulation, window)
         wanted = "spare" if num_spare else "for an end" if any(left.values()) else "resume points"
-        tables = manager.tables.copy()
-        if not manager._evict_for(1):
+        tables = parts.rows.pages.copy()
+        if not parts.supply.evict_for(1):
             break
         invariants.check(manager)
         stages.append(wanted)
-        assert (manager.tables == tables).all()
+        assert (parts.rows.pages == tables).all()
         lost = sum(map(len, left.values())) - sum(map(len, left_blocks(simulation, window).values()))
         assert lost == (wanted == "for an end")
         assert len(tree.spare) == num_spare - (wanted == "spare")
@@ -83,8 +83,8 @@ def test_they_go_after_spare_pages_and_before_resume_points(window, spare):
 def test_those_that_slid_first_go_first(window):
     simulation = busy(window, spare=False)
     before = left_blocks(simulation, window)
-    tree, rows = simulation.manager.tree, simulation.scheduler.running
-    while simulation.manager._evict_for(1) and all(left_blocks(simulation, window).values()):
+    tree, rows = simulation.manager.inspect().tree, simulation.scheduler.running
+    while simulation.manager.inspect().supply.evict_for(1) and all(left_blocks(simulation, window).values()):
         pass
     first = next(row for row, blocks in left_blocks(simulation, window).items() if not blocks)
     assert first == rows[0], "rows grow in the order in which they run"
@@ -98,24 +98,25 @@ def test_a_generating_request_owns_its_window_alone(window):
     simulation = busy(window, spare=False)
     manager = simulation.manager
     num_left = sum(map(len, left_blocks(simulation, window).values()))
-    idle_bytes, page_bytes = manager.idle_bytes(), manager.layout.groups[1].page_bytes
+    parts = manager.inspect()
+    idle_bytes, page_bytes = parts.supply.idle_bytes(), manager.layout.groups[1].page_bytes
     for row in simulation.scheduler.running:
-        num_blocks = int(manager.num_blocks[row])
+        num_blocks = int(parts.rows.num_blocks[row])
         grown_at = (num_blocks - 1) * PAGE_TOKENS  # when its last block began
         needed = num_blocks - max(0, grown_at - window + 1) // PAGE_TOKENS
-        assert (manager.tables[1, row] != NULL_PAGE).sum() == needed
-    assert manager.usage()[manager.layout.groups[1].name].owned == manager.num_owned[1]
+        assert (parts.rows.pages[1, row] != NULL_PAGE).sum() == needed
+    assert manager.usage()[manager.layout.groups[1].name].owned == parts.supply.num_owned[1]
     while any(left_blocks(simulation, window).values()):
-        assert manager._evict_for(1)
-    assert manager.idle_bytes() == idle_bytes >= num_left * page_bytes
+        assert manager.inspect().supply.evict_for(1)
+    assert parts.supply.idle_bytes() == idle_bytes >= num_left * page_bytes
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_who_lost_them_goes_on_and_leaves_others_at_the_next_block(window):
     simulation = busy(window, spare=True)
     manager = simulation.manager
-    while manager.tree.spare or any(left_blocks(simulation, window).values()):
-        assert manager._evict_for(1)
+    while manager.inspect().tree.spare or any(left_blocks(simulation, window).values()):
+        assert manager.inspect().supply.evict_for(1)
     simulation.step()
     tokens, end = end_of(simulation, "r0")
     assert found(simulation, tokens, end) == end, "its window is kept, if no more"
@@ -144,6 +145,6 @@ def end_of(simulation: Simulation, request_id: str) -> tuple[list[int], int]:
     end = int(rows.num_computed[row])
     tokens = rows.tokens[row, : end + 1].tolist()
     simulation.finish(request_id)
-    while simulation.manager.tree.spare:
-        simulation.manager.tree.evict_one()
+    while simulation.manager.inspect().tree.spare:
+        simulation.manager.inspect().tree.evict_one()
     return tokens, end

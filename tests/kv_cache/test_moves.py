@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.retention import RetentionPolicy
 from tests.helpers.fake_executor import foretell
@@ -37,16 +37,17 @@ def watch_moves(simulation) -> Counter[str]:
         plan = schedule()
         if plan is None:
             return None
-        made = [(move.group, move.sources.tolist(), move.targets.tolist()) for move in manager.moves]
+        made = [
+            (move.group, move.src_pages.tolist(), move.dst_pages.tolist()) for move in manager.inspect().supply.moves
+        ]
         assert [(move.group, move.src_pages.tolist(), move.dst_pages.tolist()) for move in plan.moves] == made
         if made:
             seen["plans with moves"] += 1
             seen["plans with several moves"] += len(made) > 1
             seen["plans with moves and copies"] += any(len(part.copies.src_pages) for part in plan.groups)
             moved = {(group, page) for group, _, targets in made for page in targets}
-            shared = {
-                (g, int(manager.tree.page[g, n])) for g, n in zip(*(manager.tree.refs > 1).nonzero(), strict=True)
-            }
+            tree = manager.inspect().tree
+            shared = {(g, int(tree.page[g, n])) for g, n in zip(*(tree.refs > 1).nonzero(), strict=True)}
             seen["plans that move shared pages"] += bool(moved & shared)
         return plan
 
@@ -80,8 +81,8 @@ def life(seed: int, num_failing: int = 0) -> Counter[str]:
     run_all(simulation)
     assert simulation.outputs == expected
     assert simulation.manager.reset_prefix_cache()
-    assert simulation.manager.arena.num_free_slabs == simulation.manager.arena.num_slabs - 1
-    seen["slabs"] = simulation.manager.num_slab_moves
+    assert simulation.manager.inspect().arena.num_free_slabs == simulation.manager.inspect().arena.num_slabs - 1
+    seen["slabs"] = simulation.manager.inspect().supply.num_slab_moves
     return seen
 
 
@@ -102,8 +103,8 @@ def step_fails_if_it_moves(simulation) -> bool:
         waiting = [request.request_id for request in simulation.scheduler.queue]
         running = [simulation.scheduler.rows.request(row).request_id for row in simulation.scheduler.running]
         simulation.scheduler.roll_back()
-        assert not simulation.manager.moves
-        assert not simulation.manager.copies
+        assert not simulation.manager.inspect().supply.moves
+        assert not simulation.manager.inspect().supply.copies
         assert [request.request_id for request in simulation.scheduler.queue] == running + waiting
         assert all(usage == (0, 0, 0) for usage in simulation.manager.usage().values())
         return True
@@ -130,9 +131,9 @@ def test_a_failed_step_with_moves_starts_everything_anew():
     assert seen["failed steps with moves"] > 10
 
 
-def bare_manager(num_slabs: int, num_rows: int = 8, *, enable_prefix_caching: bool = False) -> HybridBlockManager:
+def bare_manager(num_slabs: int, num_rows: int = 8, *, enable_prefix_caching: bool = False) -> BlockManager:
     """Full pages of 1 unit, 3 to a slab; windowed pages of 3 units, a slab each."""
-    return HybridBlockManager(
+    return BlockManager(
         build_layout([full(), sliding(9, heads=3)], page_tokens=4), num_slabs=num_slabs, num_rows=num_rows,
         max_model_len=32, interval_tokens=4, enable_prefix_caching=enable_prefix_caching,
     )  # fmt: skip
@@ -146,28 +147,28 @@ def test_a_slab_comes_free_for_another_group():
     for row in range(6):
         assert manager.begin(row, manager.match([]))
         assert manager.grow(row, 0, 4, is_prefill=True)
-    assert manager.arena.num_free_slabs == 0
+    assert manager.inspect().arena.num_free_slabs == 0
     for row in (0, 2, 3, 4):
         manager.release(row, [], 0, keep=False)
-    assert manager.arena.num_lent_slabs == [2, 2]
-    before, stamps = manager.tables[:, :6, 0].copy(), manager.table_stamps.copy()
+    assert manager.inspect().arena.num_lent_slabs == [2, 2]
+    before, stamps = manager.inspect().rows.pages[:, :6, 0].copy(), manager.inspect().rows.stamps.copy()
     assert len({page // 3 for page in before[0, [1, 5]].tolist()}) == 2
-    assert manager.arena.allocate(1, 4) is not None  # somebody else's
+    assert manager.inspect().arena.allocate(1, 4) is not None  # somebody else's
     assert manager.grow(1, 4, 4, is_prefill=False)
-    assert manager.num_slab_moves == 1
-    assert manager.num_moved_pages == 1
-    (move,) = manager.moves
+    assert manager.inspect().supply.num_slab_moves == 1
+    assert manager.inspect().supply.num_moved_pages == 1
+    (move,) = manager.inspect().supply.moves
     assert move.group == 0
-    where = dict(zip(move.sources.tolist(), move.targets.tolist(), strict=True))
-    after = manager.tables[:, :6, 0]
+    where = dict(zip(move.src_pages.tolist(), move.dst_pages.tolist(), strict=True))
+    after = manager.inspect().rows.pages[:, :6, 0]
     assert after[0].tolist() == [where.get(page, page) for page in before[0].tolist()]
     assert after[1].tolist() == before[1].tolist()
-    pages = [*after[0, [1, 5]].tolist(), int(manager.tables[0, 1, 1])]
+    pages = [*after[0, [1, 5]].tolist(), int(manager.inspect().rows.pages[0, 1, 1])]
     assert len({page // 3 for page in pages}) == 1, "all in one slab"
     assert len(set(pages)) == 3
-    assert (manager.table_stamps[0, [1, 5]] != stamps[0, [1, 5]]).all()
+    assert (manager.inspect().rows.stamps[0, [1, 5]] != stamps[0, [1, 5]]).all()
     manager.end_step()
-    assert manager.moves == []
+    assert manager.inspect().supply.moves == []
 
 
 def test_the_target_of_a_copy_stays_while_other_pages_move():
@@ -179,26 +180,26 @@ def test_the_target_of_a_copy_stays_while_other_pages_move():
     assert manager.begin(0, manager.match(tokens))
     assert manager.grow(0, 0, 6, is_prefill=True)
     manager.release(0, tokens, 6)
-    (beside_cached,) = manager.arena.allocate(0, 1)  # somebody else's, as is a slab full of pages
-    others = manager.arena.allocate(0, 3)
+    (beside_cached,) = manager.inspect().arena.allocate(0, 1)  # somebody else's, as is a slab full of pages
+    others = manager.inspect().arena.allocate(0, 3)
     match = manager.match(tokens)
     assert match.num_tokens == 6
     assert manager.begin(1, match)
-    ((_, source, target), windowed) = manager.copies[1]
-    cached = manager.tree.page[0, [match.path[0], source]].tolist()
+    ((_, source, target), windowed) = manager.inspect().supply.copies[1]
+    cached = manager.inspect().tree.page[0, [match.path[0], source]].tolist()
     assert [page // 3 for page in cached] == [beside_cached // 3] * 2
-    manager.arena.free(0, beside_cached)
-    manager.arena.free(0, others[0])
-    assert manager.arena.allocate(1, manager.arena.num_free_slabs) is not None
-    assert manager.arena.num_lent_slabs[0] == 3, "the cached pages', somebody else's, and the target's alone"
+    manager.inspect().arena.free(0, beside_cached)
+    manager.inspect().arena.free(0, others[0])
+    assert manager.inspect().arena.allocate(1, manager.inspect().arena.num_free_slabs) is not None
+    assert manager.inspect().arena.num_lent_slabs[0] == 3, "the cached pages', somebody else's, and the target's alone"
     assert manager.begin(2, manager.match(tokens + 40))
     assert manager.grow(2, 0, 4, is_prefill=True)
-    assert manager.tables[0, 2, 0] == others[0]
+    assert manager.inspect().rows.pages[0, 2, 0] == others[0]
 
-    (move,) = manager.moves
-    where = dict(zip(move.sources.tolist(), move.targets.tolist(), strict=True))
+    (move,) = manager.inspect().supply.moves
+    where = dict(zip(move.src_pages.tolist(), move.dst_pages.tolist(), strict=True))
     assert sorted(where) == sorted(cached)
-    assert manager.tables[0, 1, :2].tolist() == [where[cached[0]], target]
-    (full_copy, windowed_copy) = manager.planned_copies()
-    assert [pages.tolist() for pages in full_copy] == [[where[cached[1]]], [target]]
-    assert windowed_copy[1].tolist() == [windowed[2]] == [manager.tables[1, 1, 1]]
+    assert manager.inspect().rows.pages[0, 1, :2].tolist() == [where[cached[0]], target]
+    (full_copy, windowed_copy) = manager.inspect().supply.planned_copies()
+    assert [full_copy.src_pages.tolist(), full_copy.dst_pages.tolist()] == [[where[cached[1]]], [target]]
+    assert windowed_copy.dst_pages.tolist() == [windowed[2]] == [manager.inspect().rows.pages[1, 1, 1]]

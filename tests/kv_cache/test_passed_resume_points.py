@@ -28,7 +28,7 @@ def chat(num_tokens: int = 8) -> tuple[Simulation, list[int]]:
 def test_an_answer_does_not_pass_its_own_prompt():
     simulation, turn = chat(30)
     assert found(simulation, PROMPT) == 20
-    assert simulation.manager.tree.evict_one()
+    assert simulation.manager.inspect().tree.evict_one()
     assert [found(simulation, prompt) for prompt in (BYSTANDER, PROMPT, turn[:49])] == [0, 20, 49]
 
 
@@ -38,7 +38,7 @@ def test_the_next_turn_passes_the_turn_before():
     simulation, turn = chat()
     second = [*turn, *[45] * 12]
     assert serve(simulation, second) == 27
-    tree = simulation.manager.tree
+    tree = simulation.manager.inspect().tree
     assert len(tree.resume_points) == 4
     assert tree.evict_one()
     assert tree.evict_one()
@@ -57,7 +57,7 @@ def test_the_end_of_a_turn_is_passed_as_soon_as_the_next_one_starts():
     for _ in range(2):  # the second leaves the window at 20 behind
         simulation.step()
     assert found(simulation, PROMPT) == 20
-    tree = simulation.manager.tree
+    tree = simulation.manager.inspect().tree
     assert int(tree.end[tree.resume_points.first()]) == 20
     run_all(simulation)
     assert simulation.outputs["second"] == foretell(None, [*turn, *[45] * 34], 1)
@@ -68,7 +68,7 @@ def test_a_prompt_computed_anew_passes_what_lies_on_its_way():
     simulation, _ = chat(1)
     longer = [*PROMPT, *[45] * 12]
     assert serve(simulation, longer) == 20
-    tree = simulation.manager.tree
+    tree = simulation.manager.inspect().tree
     assert tree.evict_one()
     assert [found(simulation, prompt) for prompt in (PROMPT, BYSTANDER, longer)] == [0, 20, 32]
 
@@ -79,7 +79,7 @@ def test_a_place_where_prompts_part_is_not_passed():
     simulation, _ = chat()
     prompts = [[*PROMPT, *[45 + index] * 8] for index in range(3)]
     assert [serve(simulation, prompt) for prompt in prompts] == [20, 20, 20]
-    tree = simulation.manager.tree
+    tree = simulation.manager.inspect().tree
     tree.touch(next(iter(tree.resume_points)))  # the bystander is used, and nothing of the family
     for _ in range(3):
         assert tree.evict_one()
@@ -92,7 +92,7 @@ def test_what_a_waiting_request_expects_is_not_lost_though_passed():
     simulation, turn = chat()
     simulation.manager.expect(np.array([*PROMPT, 47, 47], dtype=np.int32), None, 1)
     serve(simulation, [*turn, *[45] * 12])
-    tree = simulation.manager.tree
+    tree = simulation.manager.inspect().tree
     while len(tree.resume_points) > 1:
         assert tree.evict_one()
     assert found(simulation, PROMPT) == 20

@@ -13,7 +13,7 @@ from lamella.kv_cache.resume_points import ResumePoints
 from lamella.kv_cache.sibling_trie import NO_NODE
 from lamella.kv_cache.spec import KVCacheSpec
 from tests.helpers.calls import num_calls
-from tests.helpers.simulation import Simulation, full, sliding
+from tests.helpers.simulation import Simulation, commit_row, full, sliding
 
 
 class Model:
@@ -83,7 +83,7 @@ def test_the_first_to_go_is_the_one_that_a_look_at_all_finds(seed):
                 points.rerank(one, draw.randrange(6))
             else:
                 model.expectations.remove(one)
-                points.settle(one)
+                points.withdraw(one)
         elif action < 0.85:
             model.kept ^= {node}
             if node not in model.kept:
@@ -116,22 +116,22 @@ def warm(num_prompts: int, specs: list[KVCacheSpec], *, num_shared: int) -> tupl
 
 def serve(manager, tokens: np.ndarray) -> None:
     assert manager.begin(0, manager.match(tokens))
-    computed = manager.num_blocks[0] * manager.page_tokens
+    computed = manager.inspect().rows.num_blocks[0] * manager.layout.page_tokens
     assert manager.grow(0, int(computed), len(tokens) - int(computed), is_prefill=True)
     manager.end_step()
-    manager.commit(0, tokens, len(tokens), ends_prompt=True)
+    commit_row(manager, 0, tokens, len(tokens), ends_prompt=True)
     manager.release(0, tokens, len(tokens))
 
 
 @pytest.mark.parametrize("num_shared", [1, 7])
 @pytest.mark.parametrize("specs", [[full()], [full(), sliding(4)], [sliding(4)]], ids=["full", "hybrid", "sliding"])
 def test_a_prompt_costs_the_same_beside_many_siblings(specs, num_shared):
-    """Match, copy, insert, commit, release, expect, change a rank, settle and evict."""
+    """Match, copy, insert, commit, release, expect, change a rank, withdraw and evict."""
     costs = []
     for num_prompts in (100, 1000):
         simulation, (first, second, third, fourth) = warm(num_prompts, specs, num_shared=num_shared)
         manager = simulation.manager
-        assert len(manager.tree.resume_points) >= num_prompts
+        assert len(manager.inspect().tree.resume_points) >= num_prompts
 
         def use(manager=manager, prompts=(first, second, third, fourth)):
             assert manager.match(prompts[0]).num_tokens == num_shared
@@ -141,8 +141,8 @@ def test_a_prompt_costs_the_same_beside_many_siblings(specs, num_shared):
             expectation = manager.expect(longer, None, 5)
             manager.rerank(expectation, 2)
             for _ in range(20):
-                assert manager.tree.evict_one()
-            manager.settle(expectation)
+                assert manager.inspect().tree.evict_one()
+            manager.withdraw(expectation)
 
         costs.append(num_calls(use))
     assert costs[1] < 1.3 * costs[0]
@@ -159,15 +159,15 @@ def test_an_eviction_costs_the_same_where_many_requests_wait():
         for index in range(num_prompts):
             prompt = np.array([7, index // 50, index % 50] + [9] * 7 + [3], dtype=np.int32)
             waiting.append(manager.expect(prompt, None, index))
-        assert len(manager.tree.expected) == num_prompts
-        while len(manager.tree.resume_points) > num_prompts:
-            assert manager.tree.evict_one()
+        assert len(manager.inspect().tree.expected) == num_prompts
+        while len(manager.inspect().tree.resume_points) > num_prompts:
+            assert manager.inspect().tree.evict_one()
 
         def use(manager=manager, waiting=waiting):
             for _ in range(20):
-                assert manager.tree.evict_one()
+                assert manager.inspect().tree.evict_one()
             manager.rerank(waiting[3], -1)
-            manager.settle(waiting[4])
+            manager.withdraw(waiting[4])
 
         costs.append(num_calls(use))
         assert [one.is_live for one in waiting] == [
@@ -183,7 +183,7 @@ def test_resume_points_that_free_nothing_are_looked_at_once(specs):
     costs = []
     for num_prompts in (50, 1000):
         simulation, _ = warm(num_prompts, specs, num_shared=1)
-        tree = simulation.manager.tree
+        tree = simulation.manager.inspect().tree
         for node in list(tree.resume_points):
             parent = int(tree.parent[node])
             if int(tree.end[node]) == 10 and parent not in tree.resume_points:

@@ -25,7 +25,7 @@ def test_a_short_request_is_charged_what_it_is_long():
     simulation = arena_of(1 + 18 + 13, [sliding(129)], page_tokens=8, max_model_len=200, chunk_tokens=8)
     simulation.add("long", prompt_of(144, 0), 20)
     step(simulation, 20)
-    assert simulation.manager.arena.num_allocatable(0) <= 13
+    assert simulation.manager.inspect().arena.num_allocatable(0) <= 13
     short = simulation.add("short", prompt_of(16, 1), 30)
     step(simulation, 1)
     assert short.row >= 0
@@ -109,13 +109,13 @@ def test_cached_windows_give_way_before_anyone_is_preempted():
     )
     for index in range(6):
         serve(simulation, prompt_of(80, index))
-    assert simulation.manager.arena.num_free_slabs < 30  # a request needs more
-    evicted = simulation.manager.tree.num_evicted_resume_points
+    assert simulation.manager.inspect().arena.num_free_slabs < 30  # a request needs more
+    evicted = simulation.manager.inspect().tree.num_evicted_resume_points
     simulation.add("a", prompt_of(40, 10), 20)
     simulation.add("b", prompt_of(40, 11), 20)
     run_all(simulation)
     assert simulation.scheduler.counters().num_preemptions == 0
-    assert simulation.manager.tree.num_evicted_resume_points > evicted
+    assert simulation.manager.inspect().tree.num_evicted_resume_points > evicted
 
 
 def test_matching_a_chain_does_not_push_out_a_branch():
@@ -130,7 +130,7 @@ def test_matching_a_chain_does_not_push_out_a_branch():
     branch = prompt_of(24, 7)
     serve(simulation, branch)
     assert serve(simulation, chat, 4) == len(chat) - 1
-    assert simulation.manager.tree.evict_one()
+    assert simulation.manager.inspect().tree.evict_one()
     assert serve(simulation, branch) == 23
     assert serve(simulation, chat, 4) == len(chat) - 1
 
@@ -141,7 +141,7 @@ def test_full_pages_without_a_place_to_resume_are_not_kept():
     simulation = Simulation(HYBRID, page_tokens=4, max_model_len=128)
     serve(simulation, prompt_of(60, 0), 8)
     serve(simulation, prompt_of(20, 1), 8)
-    tree = simulation.manager.tree
+    tree = simulation.manager.inspect().tree
     while len(tree.resume_points) > 1:
         assert tree.evict_one()
     (left,) = tree.resume_points

@@ -21,7 +21,7 @@ HYBRID = [full(), sliding(9)]
 
 
 def evict_all(simulation):
-    while simulation.manager.tree.evict_one():
+    while simulation.manager.inspect().tree.evict_one():
         pass
     invariants.check(simulation.manager)
 
@@ -38,7 +38,7 @@ def test_a_page_given_back_is_not_given_back_again_by_who_had_it():
     simulation.add("a", prompt, 40)
     step(simulation, 36)
     evict_all(simulation)
-    dead = simulation.manager.tree.num_tombstones
+    dead = simulation.manager.inspect().tree.num_tombstones
     assert dead > 0
     simulation.add("b", [*prompt, 1, 2, 3], 20)
     step(simulation, 4)
@@ -69,7 +69,7 @@ def test_a_lock_that_skipped_a_tombstone_does_not_undo_anothers():
         for name in order:
             output = simulation.outputs[name]
             assert output == foretell(None, prompt if name == "a" else [*prompt, 7], len(output))
-        assert not simulation.manager.tree.refs.any()
+        assert not simulation.manager.inspect().tree.refs.any()
         assert all(usage.owned == 0 for usage in simulation.manager.usage().values())
 
 
@@ -81,10 +81,10 @@ def test_pages_of_a_request_in_the_middle_add_up():
     step(simulation, 2)
     manager = simulation.manager
     assert manager.grow(0, 8, 1, is_prefill=True)
-    nodes = manager.nodes[0, :8]
-    assert (manager.tree.page[1, nodes] == NULL_PAGE).tolist() == [True] * 4 + [False] * 4
-    assert (manager.tree.page[0, nodes] != NULL_PAGE).all()
-    assert manager.tree.num_tombstones == 4
+    nodes = manager.inspect().rows.nodes[0, :8]
+    assert (manager.inspect().tree.page[1, nodes] == NULL_PAGE).tolist() == [True] * 4 + [False] * 4
+    assert (manager.inspect().tree.page[0, nodes] != NULL_PAGE).all()
+    assert manager.inspect().tree.num_tombstones == 4
     assert manager.usage()["sliding_5"].owned == 5, "four of the window and one to come"
 
 
@@ -101,8 +101,8 @@ def test_long_shared_prefixes_end_with_no_lock_left():
     for name in (names[2], names[0], names[5], names[3], names[4], names[1]):
         simulation.finish(name)
         step(simulation, 1)
-    assert not simulation.manager.tree.refs.any()
-    assert not simulation.manager.tree.pins.any()
+    assert not simulation.manager.inspect().tree.refs.any()
+    assert not simulation.manager.inspect().tree.pins.any()
 
 
 # Windows against pages
@@ -110,14 +110,14 @@ def test_long_shared_prefixes_end_with_no_lock_left():
 
 def test_a_page_wider_than_the_window_keeps_the_end():
     """P 8, W 2, 11 tokens: the frontier of sliding reached the end of what was inserted, and usage went negative
-    (SGLang #29860). Exactly the first block slides here, and what is left resumes to the token. The third block has
-    to begin for that: a block more than the window is kept."""
+    (SGLang #29860). Exactly the first block slides here when the prompt is done, and what is left resumes to the token.
+    A block more is left for the request's end; it is wanted until the next one slides, when the fourth begins."""
     simulation = Simulation([full(), sliding(3)], page_tokens=8, chunk_tokens=16)
     simulation.add("r", range(11), 20)
-    step(simulation, 14)
-    assert simulation.manager.first_kept[1, 0] == 0
-    step(simulation, 1)
-    assert simulation.manager.first_kept[1, 0] == 1
+    rows = simulation.manager.inspect().rows
+    for num_steps, first_left, first_kept in ((1, 0, 1), (13, 0, 1), (1, 1, 2)):
+        step(simulation, num_steps)
+        assert (rows.first_left[1, 0], rows.first_kept[1, 0]) == (first_left, first_kept)
     run_all(simulation)
     assert serve(simulation, range(11), 6) == 10
 
@@ -170,19 +170,22 @@ def test_exactly_what_no_later_query_sees_is_dropped(num_computed, first):
     assert manager.begin(0, manager.match(np.arange(30, dtype=np.int32)))
     assert manager.grow(0, 0, num_computed, is_prefill=True)
     assert manager.grow(0, num_computed, 1, is_prefill=True)
-    assert manager.first_kept[1, 0] == first
+    assert manager.inspect().rows.first_kept[1, 0] == first
 
 
-@pytest.mark.parametrize(("previous", "page_tokens", "locked"), [(4, 1, 5), (3, 2, 6), (5, 4, 12), (8, 2, 10)])
-def test_a_hit_locks_the_window_and_a_block_more(previous, page_tokens, locked):
-    """A hit of 12 tokens holds its full pages to the root, of the window only the pages that meet it, or that at the
-    block's end before."""
+@pytest.mark.parametrize(("previous", "page_tokens", "locked"), [(4, 1, 4), (3, 2, 4), (5, 4, 8), (8, 2, 8)])
+def test_a_hit_locks_the_window_and_leaves_a_block_more_for_its_end(previous, page_tokens, locked):
+    """A hit of 12 tokens holds its full pages to the root, of the window only the pages that meet it. Those that meet
+    the window at the block's end before are wanted for its end and not locked."""
     simulation = Simulation([full(), sliding(previous + 1)], page_tokens=page_tokens, chunk_tokens=16)
     serve(simulation, range(12))
     manager = simulation.manager
     assert manager.begin(0, manager.match(np.array([*range(12), 7], dtype=np.int32)))
-    assert int((manager.tables[0, 0] != NULL_PAGE).sum()) * page_tokens == 12
-    assert int((manager.tables[1, 0] != NULL_PAGE).sum()) * page_tokens == locked
+    rows, tree = manager.inspect().rows, manager.inspect().tree
+    assert int((rows.pages[0, 0] != NULL_PAGE).sum()) * page_tokens == 12
+    assert int((rows.pages[1, 0] != NULL_PAGE).sum()) * page_tokens == locked
+    below = 12 // page_tokens - locked // page_tokens - 1
+    assert np.flatnonzero(tree.ends[1, rows.nodes[0, : 12 // page_tokens]]).tolist() == [below]
 
 
 def test_the_prompts_window_is_let_go_during_decode():
@@ -191,8 +194,8 @@ def test_the_prompts_window_is_let_go_during_decode():
     simulation = Simulation([full(), sliding(5)], page_tokens=1)
     simulation.add("r", range(8), 20)
     step(simulation, 1 + 6)
-    tree = simulation.manager.tree
-    nodes = simulation.manager.nodes[0, :8]
+    tree = simulation.manager.inspect().tree
+    nodes = simulation.manager.inspect().rows.nodes[0, :8]
     assert tree.refs[1, nodes].tolist() == [0] * 8
     assert tree.refs[0, nodes].tolist() == [1] * 8
 
@@ -204,7 +207,7 @@ def test_what_matches_after_the_windows_between_have_gone():
     prompts = [[1, 2, 3], [1, 2, 3, 4, 5, 6, 7], [10, 11, 12], [1, 2, 3, 4, 5, 45, 46]]
     for prompt in prompts:
         serve(simulation, prompt)
-    tree = simulation.manager.tree
+    tree = simulation.manager.inspect().tree
     node = tree.root(None)
     for token in prompts[3]:
         node = tree.child(node, np.array([token], dtype=np.int32).tobytes())
@@ -256,8 +259,8 @@ def test_page_ids_stay_in_the_slabs_of_their_group(specs):
             pages = np.concatenate([part.block_tables[part.block_tables != NULL_PAGE], part.slot_mapping // 4])
             slabs = pages // manager.layout.slab_units
             assert slabs.min() >= 1
-            assert slabs.max() < manager.arena.num_slabs
-            assert (manager.arena.slab_group[slabs] == group).all()
+            assert slabs.max() < manager.inspect().arena.num_slabs
+            assert (manager.inspect().arena.slab_group[slabs] == group).all()
             offsets = pages % manager.layout.slab_units
             assert (offsets % manager.layout.groups[group].page_units == 0).all()
             slabs_seen.update((group, slab) for slab in slabs.tolist())

@@ -39,7 +39,7 @@ def test_what_is_computed_by_hand():
     assert (hits.num_skipped_tokens, hits.num_full_tokens, hits.num_partial_tokens) == (40, 0, 0)
     assert simulation.scheduler.counters().num_cached_tokens == 0
     # KV is exact in all layers from 40 + 3 + 3 = 46 on, so from block 12 on it is in the tree.
-    tree = simulation.manager.tree
+    tree = simulation.manager.inspect().tree
     assert sorted(int(tree.end[node]) for node in tree.nodes() if tree.page[0, node] >= 0)[0] > 48
 
 

@@ -30,12 +30,12 @@ def found(simulation: Simulation, num_shared: int) -> int:
 
 def spare_ends(simulation: Simulation) -> list[int]:
     """Where the blocks of the spare pages end, oldest first."""
-    tree = simulation.manager.tree
+    tree = simulation.manager.inspect().tree
     return [int(tree.end[node]) for _, node in tree.spare]
 
 
 def evict_spare(simulation: Simulation) -> None:
-    tree = simulation.manager.tree
+    tree = simulation.manager.inspect().tree
     while tree.spare:
         assert tree.evict_one()
         invariants.check(simulation.manager)
@@ -51,7 +51,7 @@ def test_what_slid_out_is_spare_and_found_again():
 
 def test_spare_pages_go_first_and_take_no_resume_point_with_them():
     simulation = idle()
-    tree = simulation.manager.tree
+    tree = simulation.manager.inspect().tree
     oldest_first = spare_ends(simulation)
     assert tree.evict_one()
     assert spare_ends(simulation) == oldest_first[1:]
@@ -107,10 +107,10 @@ def test_memory_that_is_wanted_comes_from_spare_pages():
     prompts = [[first, *PROMPT[1:]] for first in (40, 41)]
     for prompt in prompts:
         assert serve(simulation, prompt) == 0
-    assert simulation.manager.arena.num_free_slabs == 40 - 2 * (12 + 6)
+    assert simulation.manager.inspect().arena.num_free_slabs == 40 - 2 * (12 + 6)
     assert serve(simulation, [42, *range(40), *range(23)]) == 0
-    assert simulation.manager.tree.num_evicted_resume_points == 0
-    assert len(simulation.manager.tree.spare) < 2 * 9 + 13
+    assert simulation.manager.inspect().tree.num_evicted_resume_points == 0
+    assert len(simulation.manager.inspect().tree.spare) < 2 * 9 + 13
     for prompt in prompts:
         assert serve(simulation, [*prompt, 49]) == 48
 
@@ -119,11 +119,11 @@ def test_a_failed_step_leaves_nothing_spare():
     simulation = Simulation(HYBRID, page_tokens=4, chunk_tokens=24, retention=RetentionPolicy())
     simulation.add("r", PROMPT, 3)
     simulation.step(fail=True)
-    assert not simulation.manager.tree.spare
+    assert not simulation.manager.inspect().tree.spare
     assert simulation.manager.usage()["sliding_9"] == (0, 0, 0)
     simulation.step()
     simulation.step(fail=True)
-    tree = simulation.manager.tree
+    tree = simulation.manager.inspect().tree
     assert max(int(tree.end[node]) for node in tree.nodes()) == 24
     run_all(simulation)
     assert found(simulation, 26) == 26
@@ -136,5 +136,5 @@ def test_a_failed_step_leaves_nothing_spare():
 )  # fmt: skip
 def test_nothing_is_spare_where_nothing_idle_is_kept(options):
     simulation = idle(**options)
-    assert not simulation.manager.tree.spare
+    assert not simulation.manager.inspect().tree.spare
     assert found(simulation, 26) == 0

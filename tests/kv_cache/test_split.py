@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.errors import CapacityError, ConfigError
 from lamella.kv_cache.arena import Arena
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.capacity import batch_pages, num_requests_that_fit
 from lamella.kv_cache.layout import build_layout, without_sliding
 from lamella.kv_cache.report import format_bytes, kv_cache_report
@@ -333,7 +333,7 @@ class SplitSimulation(Simulation):
             layout, memory_bytes=memory_bytes, max_model_len=max_model_len, max_num_seqs=max_num_seqs, **changes
         )  # fmt: skip
         self.size = size
-        self.manager = HybridBlockManager(
+        self.manager = BlockManager(
             layout, num_slabs=size.num_slabs, num_rows=max_num_seqs, max_model_len=max_model_len,
             interval_tokens=size.interval_tokens, slab_quota=size.slab_quota,
             enable_prefix_caching=changes.get("enable_prefix_caching", True),
@@ -349,7 +349,7 @@ class SplitSimulation(Simulation):
     def step(self, **options):
         ran = super().step(**options)
         for group, quota in enumerate(self.size.slab_quota):
-            assert int((self.manager.arena.slab_group == group).sum()) <= quota
+            assert int((self.manager.inspect().arena.slab_group == group).sum()) <= quota
         return ran
 
 
@@ -383,7 +383,7 @@ def test_requests_fill_the_capped_pool_and_none_is_preempted():
     simulation.run()
     assert all(len(tokens) == 12 for tokens in simulation.outputs.values())
     assert simulation.scheduler.counters().num_preemptions == 0
-    assert 3 * 3 <= simulation.manager.peak_owned[1] <= 16
+    assert 3 * 3 <= simulation.manager.inspect().supply.peak_owned[1] <= 16
 
 
 # Capacity and report

@@ -13,7 +13,7 @@ from lamella.engine.scheduling.request import Request
 from lamella.engine.scheduling.request_rows import RequestRows
 from lamella.kv_cache import invariants
 from lamella.kv_cache.arena import NULL_PAGE
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.prefix_match import NO_MATCH
 from lamella.kv_cache.retention import RetentionPolicy
@@ -21,7 +21,7 @@ from lamella.kv_cache.sizing import held_chunk_tokens
 from lamella.kv_cache.step_pages import region_bytes
 from tests.helpers.fake_executor import foretell
 from tests.helpers.serving import run_all, serve
-from tests.helpers.simulation import Simulation, chunked, full, sliding
+from tests.helpers.simulation import Simulation, chunked, commit_row, full, sliding
 
 # A block of 4 tokens is 16 B in each layer, so a unit is 16 B: pages of 1 and 2 units, 2 and 1 to a slab of 2.
 HYBRID = [full(), sliding(9), sliding(9)]
@@ -32,12 +32,12 @@ def manager_of(
     specs=HYBRID, *, page_tokens=4, num_slabs=60, step_tokens=64, kv_sharing=None, never_idle=True, **options
 ):
     layout = build_layout(specs, page_tokens=page_tokens, kv_sharing=kv_sharing)
-    manager = HybridBlockManager(
+    manager = BlockManager(
         layout, num_slabs=num_slabs, num_rows=3, max_model_len=120, interval_tokens=page_tokens,
         step_pages_bytes=region_bytes(layout, step_tokens), **{"retention": TAILS, **options},
     )  # fmt: skip
     if never_idle:
-        manager.idle_bytes = lambda: 0
+        manager.inspect().supply.idle_bytes = lambda: 0
     return manager
 
 
@@ -58,8 +58,8 @@ def start(manager, row: int, prompt: np.ndarray, num_tokens: int) -> int:
 def finish(manager, row: int, prompt: np.ndarray, num_computed: int, *, ends_prompt: bool = False) -> None:
     """What the scheduler does when the step has run."""
     manager.end_step()
-    manager.commit(row, prompt, num_computed, ends_prompt=ends_prompt)
-    manager.slide(row, num_computed)
+    commit_row(manager, row, prompt, num_computed, ends_prompt=ends_prompt)
+    manager.slide([row], [num_computed], [0])
     invariants.check(manager)
 
 
@@ -72,8 +72,8 @@ def request_of(prompt: np.ndarray) -> Request:
 
 
 def step_blocks(manager, row: int, group: int) -> list[int]:
-    pages = manager.tables[group, row]
-    return np.flatnonzero((pages != NULL_PAGE) & (pages >= manager.step_pages.first_page)).tolist()
+    pages = manager.inspect().rows.pages[group, row]
+    return np.flatnonzero((pages != NULL_PAGE) & (pages >= manager.inspect().step_pages.first_page)).tolist()
 
 
 class TestWhichBlocks:
@@ -85,12 +85,13 @@ class TestWhichBlocks:
         start(manager, 0, prompt, 40)
         assert step_blocks(manager, 0, 1) == [0, 1, 2, 3, 4, 5, 6]
         assert step_blocks(manager, 0, 0) == []
-        assert manager.num_owned == [10, 3]
-        assert manager.arena.num_used == [10, 3]
+        assert manager.inspect().supply.num_owned == [10, 3]
+        assert manager.inspect().arena.num_used == [10, 3]
         finish(manager, 0, prompt, 40)
-        assert manager.tables[1, 0, :10].tolist()[:7] == [NULL_PAGE] * 7
-        assert (manager.first_left[1, 0], manager.first_kept[1, 0]) == (7, 8)
-        assert manager.tree.page[1, manager.nodes[0, 7]] != NULL_PAGE, "left for the end"
+        rows = manager.inspect().rows
+        assert rows.pages[1, 0, :10].tolist()[:7] == [NULL_PAGE] * 7
+        assert (rows.first_left[1, 0], rows.first_kept[1, 0]) == (7, 8)
+        assert manager.inspect().tree.page[1, rows.nodes[0, 7]] != NULL_PAGE, "left for the end"
 
     @pytest.mark.parametrize(("end", "kept_from"), [(40, 7), (41, 7), (43, 7), (44, 8), (13, 0), (16, 1), (20, 2)])
     def test_a_chunk_that_ends_inside_a_block_keeps_what_its_last_whole_block_needs(self, end, kept_from):
@@ -157,19 +158,19 @@ class TestWhichBlocks:
             start(manager, 0, tokens(60), 40)
             assert step_blocks(manager, 0, 1) == expected
             finish(manager, 0, tokens(60), 40)
-            assert len(manager.tree.spare) == 7 - len(expected)
+            assert len(manager.inspect().tree.spare) == 7 - len(expected)
 
     def test_what_the_region_does_not_hold_gets_pages(self):
         manager = manager_of(step_tokens=16)
         prompt = tokens(60)
         start(manager, 0, prompt, 40)
         assert step_blocks(manager, 0, 1) == [0, 1, 2, 3]
-        assert manager.num_owned == [10, 6]
-        assert manager.num_passing == {0: [0, 3]}
+        assert manager.inspect().supply.num_owned == [10, 6]
+        assert manager.inspect().chunks.num_passing == {0: [0, 3]}
         start(manager, 1, tokens(60, 100), 40)
         assert step_blocks(manager, 1, 1) == []
         finish(manager, 0, prompt, 40)
-        assert manager.num_passing == {}
+        assert manager.inspect().chunks.num_passing == {}
 
     def test_memory_that_is_not_to_be_had_takes_no_step_pages(self):
         """9 slabs hold 6 of the 10 full pages in 3, and 3 sliding ones; 5 + 3 is one slab more than 7."""
@@ -177,14 +178,16 @@ class TestWhichBlocks:
         assert manager.begin(0, manager.match(tokens(60)))
         assert not manager.grow(0, 0, 40, is_prefill=True)
         assert step_blocks(manager, 0, 1) == []
-        assert manager.step_pages.num_left(1) == 16
+        assert manager.inspect().step_pages.num_left(1) == 16
         invariants.check(manager)
 
     def test_two_requests_of_a_step_have_different_ones(self):
         manager = manager_of()
         for row in range(2):
             start(manager, row, tokens(40, 100 * row), 40)
-        pages = [manager.tables[1, row, block] for row in range(2) for block in step_blocks(manager, row, 1)]
+        pages = [
+            manager.inspect().rows.pages[1, row, block] for row in range(2) for block in step_blocks(manager, row, 1)
+        ]
         assert len(set(pages)) == 14
 
     @pytest.mark.parametrize("spec", [sliding(1), sliding(9), sliding(20), chunked(8), chunked(21)], ids=str)
@@ -203,7 +206,7 @@ class TestWhichBlocks:
             start(manager, 0, prompt, first)
             finish(manager, 0, prompt, first)
             assert manager.grow(0, first, 90, is_prefill=True)
-            assert manager.num_owned[1] <= bound
+            assert manager.inspect().supply.num_owned[1] <= bound
 
     def test_sizing_counts_the_chunk_where_the_region_does_not_hold_it(self):
         layout = build_layout(HYBRID, page_tokens=4)
@@ -219,7 +222,7 @@ class TestNobodys:
         manager = manager_of(step_tokens=20)
         prompt = tokens(100)
         for end in (40, 60, 80, 100):
-            num_computed = int(manager.num_settled[0]) * 4
+            num_computed = int(manager.inspect().rows.num_filled[0]) * 4
             if end == 40:
                 start(manager, 0, prompt, 40)
             else:
@@ -227,15 +230,15 @@ class TestNobodys:
             first = num_computed // 4
             assert step_blocks(manager, 0, 1) == [*range(first, min(first + 5, end // 4 - 3))]
             finish(manager, 0, prompt, end)
-            assert manager.step_pages.num_left(1) == 5
+            assert manager.inspect().step_pages.num_left(1) == 5
 
     def test_the_tree_has_tombstones(self):
         manager = manager_of()
         prompt = tokens(60)
         start(manager, 0, prompt, 40)
-        path = manager.nodes[0, :10]
-        assert manager.tree.page[1, path].tolist()[:7] == [NULL_PAGE] * 7
-        assert (manager.tree.page[1, path[7:]] != NULL_PAGE).all()
+        path = manager.inspect().rows.nodes[0, :10]
+        assert manager.inspect().tree.page[1, path].tolist()[:7] == [NULL_PAGE] * 7
+        assert (manager.inspect().tree.page[1, path[7:]] != NULL_PAGE).all()
         assert manager.match(np.concatenate([tokens(24), tokens(9, 300)])).num_tokens == 0
         assert manager.match(np.concatenate([tokens(40), tokens(9, 300)])).num_tokens == 40
 
@@ -245,7 +248,7 @@ class TestNobodys:
         prompt = tokens(60)
         start(manager, 0, prompt, 20)
         finish(manager, 0, prompt, 20)
-        manager.slide(0, 20)
+        manager.slide([0], [20], [0])
         before = manager.usage()
         assert manager.grow(0, 20, 40, is_prefill=True)
         manager.commit_ahead(0, prompt, 60)
@@ -258,18 +261,18 @@ class TestNobodys:
             manager.release(0, prompt, 20)
             assert manager.match(prompt).num_tokens == 20
         assert step_blocks(manager, 0, 1) == []
-        assert manager.step_pages.num_left(1) == 16
+        assert manager.inspect().step_pages.num_left(1) == 16
         invariants.check(manager)
 
     def test_others_keep_theirs_when_a_row_leaves(self):
         manager = manager_of()
         for row in range(2):
             start(manager, row, tokens(40, 100 * row), 40)
-        kept = manager.tables[1, 1].tolist()
+        kept = manager.inspect().rows.pages[1, 1].tolist()
         manager.roll_back(0, 0)
         manager.release(0, tokens(40), 0, keep=False)
-        assert manager.step_pages.num_left(1) == 2
-        assert manager.tables[1, 1].tolist() == kept
+        assert manager.inspect().step_pages.num_left(1) == 2
+        assert manager.inspect().rows.pages[1, 1].tolist() == kept
         invariants.check(manager)
 
     def test_compaction_leaves_them_alone(self):
@@ -279,12 +282,12 @@ class TestNobodys:
             start(manager, row, tokens(num_tokens, 100 * row), num_tokens)
             finish(manager, row, tokens(num_tokens, 100 * row), num_tokens)
         start(manager, 2, tokens(40, 300), 40)
-        kept = manager.tables[1, 2, :7].tolist()
+        kept = manager.inspect().rows.pages[1, 2, :7].tolist()
         manager.release(0, tokens(12), 12, keep=False)
-        while manager._compact(1, []) or manager._compact(0, []):
+        while manager.inspect().supply.compact(1, []) or manager.inspect().supply.compact(0, []):
             pass
-        assert manager.num_slab_moves > 0
-        assert manager.tables[1, 2, :7].tolist() == kept
+        assert manager.inspect().supply.num_slab_moves > 0
+        assert manager.inspect().rows.pages[1, 2, :7].tolist() == kept
         invariants.check(manager)
 
 
@@ -358,7 +361,7 @@ def test_a_preempted_prefill_resumes_where_it_was():
 def test_idle_memory_that_is_not_to_be_had_leaves_the_step_pages():
     """Idle by the bytes, but in 9 slabs there are 10 full pages and 4 sliding ones at most."""
     manager = manager_of(num_slabs=10, never_idle=False)
-    manager.idle_bytes = lambda: 480
+    manager.inspect().supply.idle_bytes = lambda: 480
     start(manager, 0, tokens(60), 40)
     assert step_blocks(manager, 0, 1) == [0, 1, 2, 3, 4, 5, 6]
 
@@ -371,12 +374,12 @@ def test_spare_pages_are_idle():
     assert step_blocks(manager, 0, 1) == []
     finish(manager, 0, tokens(40), 40, ends_prompt=True)
     manager.release(0, tokens(40), 40)
-    assert manager.arena.num_free_slabs == 5
-    assert len(manager.tree.spare) == 7
-    assert manager.idle_bytes() == (5 + 7) * 32
+    assert manager.inspect().arena.num_free_slabs == 5
+    assert len(manager.inspect().tree.spare) == 7
+    assert manager.inspect().supply.idle_bytes() == (5 + 7) * 32
     start(manager, 0, tokens(32, 100), 32)
     assert step_blocks(manager, 0, 1) == []
-    assert manager.tree.num_evicted_resume_points == 0
+    assert manager.inspect().tree.num_evicted_resume_points == 0
 
 
 @pytest.mark.parametrize(("num_slabs", "starts"), [(16, True), (15, False)])
@@ -389,6 +392,6 @@ def test_a_chunk_in_flight_is_no_claim(num_slabs, starts):
     rows = RequestRows(3, 64)
     assert manager.begin(0, manager.match(tokens(40)))
     assert manager.grow(0, 0, 40, is_prefill=True)
-    assert manager.num_owned == [10, 10]
+    assert manager.inspect().supply.num_owned == [10, 10]
     rows.put(request_of(tokens(40)), 0)
     assert Admission(manager, rows).has_room(request_of(tokens(27, 100)), NO_MATCH, [0], 1) is starts

@@ -99,7 +99,7 @@ def make_runner(stack, backend, specs, sharing, simulation, *, uniform=False):
     layout = build_layout(without_sliding(specs) if uniform else specs, page_tokens=PAGE_TOKENS, kv_sharing=sharing)
     # Who plans and gives out pages sees groups only, and those are the owners' alone.
     assert layout.groups == simulation.manager.layout.groups
-    arena = nan_arena(simulation.manager.arena.num_slabs * layout.slab_bytes)
+    arena = nan_arena(simulation.manager.inspect().arena.num_slabs * layout.slab_bytes)
     arena[: layout.slab_bytes] = 0
     return ModelRunner(stack, backend, layout, specs, arena, prunes=False)
 

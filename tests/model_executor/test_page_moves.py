@@ -10,8 +10,8 @@ import torch
 
 from lamella.kv_cache.arena import Arena
 from lamella.kv_cache.layout import build_layout
+from lamella.kv_cache.page_transfers import PageCopies, PageMoves
 from lamella.model_executor.runner import ModelRunner
-from lamella.model_executor.step_plan import PageCopies, PageMoves
 from tests.helpers.simulation import full, sliding
 
 # Pages of 1 and 3 units, 3 and 1 to a slab.
@@ -85,13 +85,13 @@ def test_moves_of_a_real_arena_keep_all_contents(seed):
     before = {name: contents(runner, group, page) for name, (group, page) in where.items()}
     moves = []
     for turn in range(12):
-        moved = arena.compact(turn % 2) or []
-        pairs = {move.source: move.target for move in moved}
-        for name, (group, page) in where.items():
-            if moved and group == moved[0].group:
-                where[name] = (group, pairs.get(page, page))
-        if moved:
-            moves.append((moved[0].group, [(move.source, move.target) for move in moved]))
+        moved = arena.compact(turn % 2)
+        if moved is not None:
+            pairs = dict(zip(moved.src_pages.tolist(), moved.dst_pages.tolist(), strict=True))
+            for name, (group, page) in where.items():
+                if group == moved.group:
+                    where[name] = (group, pairs.get(page, page))
+            moves.append((moved.group, list(pairs.items())))
         # Slabs that came free are used and left again, so that later moves go where others came from.
         pages = arena.allocate(turn % 2, arena.num_allocatable(turn % 2) // 2) or []
         for page in pages[::2]:

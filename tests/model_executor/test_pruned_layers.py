@@ -125,8 +125,8 @@ class Served:
         )  # fmt: skip
         manager = self.simulation.manager
         self.layout = manager.layout
-        self.num_slab_bytes = manager.arena.num_slabs * self.layout.slab_bytes
-        self.arena = nan_arena(self.num_slab_bytes + manager.step_pages.num_bytes)
+        self.num_slab_bytes = manager.inspect().arena.num_slabs * self.layout.slab_bytes
+        self.arena = nan_arena(self.num_slab_bytes + manager.inspect().step_pages.num_bytes)
         self.arena[: self.layout.slab_bytes] = 0
         self.runner = ModelRunner(self.stack, backend, self.layout, specs, self.arena, prunes=prunes)
         self.hidden: dict[str, dict[int, torch.Tensor]] = {}
@@ -143,7 +143,7 @@ class Served:
         if self.runner.prunes:
             for index, hidden in zip(sampled, self.stack.hidden, strict=True):
                 self.hidden.setdefault(names[index], {})[int(plan.seq_lens[index]) - 1] = hidden
-        taken, _ = reached_tokens(plan, self.layout, self.specs, simulation.manager.step_pages.first_page)
+        taken, _ = reached_tokens(plan, self.layout, self.specs, simulation.manager.inspect().step_pages.first_page)
         self.expected_rows.append(
             [
                 (None if layer in self.stack.shared else len(taken[layer]), len(taken[layer + 1]))

@@ -59,7 +59,7 @@ def test_layers_take_in_what_something_depends_on_and_no_more(seed):
     def checked():
         plan = schedule()
         if plan is not None:
-            expected, _ = reached_tokens(plan, layout, specs, manager.step_pages.first_page)
+            expected, _ = reached_tokens(plan, layout, specs, manager.inspect().step_pages.first_page)
             actual = taken_in(plan, layout, specs)
             assert actual == [sorted(tokens) for tokens in expected]
             steps.append(sum(len(plan.token_ids) - len(tokens) for tokens in actual))

@@ -78,7 +78,7 @@ def gemma(**arguments):
 
 def ask(llm, prompt: list[int]) -> Answer:
     """Greedily, and alone."""
-    engine, loaded = llm.engine, llm.engine._loaded
+    engine, loaded = llm.engine, llm.engine.inspect()
     engine.add_request(
         "r",
         {"prompt_token_ids": prompt},
@@ -106,8 +106,8 @@ def ask(llm, prompt: list[int]) -> Answer:
 def held_kv(loaded, row: int, layer: int, num_tokens: int) -> tuple[int, torch.Tensor]:
     manager, cache = loaded.manager, loaded.runner.places[layer].cache
     group = loaded.runner.places[layer].group
-    first = int(manager.first_kept[group, row])
-    pages = torch.from_numpy(manager.tables[group, row, first : -(-num_tokens // PAGE_TOKENS)])
+    first = int(manager.inspect().rows.first_kept[group, row])
+    pages = torch.from_numpy(manager.inspect().rows.pages[group, row, first : -(-num_tokens // PAGE_TOKENS)])
     assert (pages >= 0).all()
     num_held = len(pages) * PAGE_TOKENS
     both = torch.cat([cache.keys[pages].reshape(num_held, -1), cache.values[pages].reshape(num_held, -1)], dim=-1)
@@ -131,7 +131,7 @@ def assert_same(actual: Answer, expected: Answer) -> None:
 
 def strip(llm) -> None:
     """Let go every window that nobody uses; full-attention KV stays."""
-    tree = llm.engine._loaded.manager.tree
+    tree = llm.engine.inspect().manager.inspect().tree
     while tree.strip_one(lambda num_tokens: True):
         pass
     assert (tree.page[tree.windowed_groups] == NULL_PAGE).all()
@@ -143,8 +143,8 @@ def test_gemma_answers_from_replayed_windows_as_from_nothing(small_windows):
         assert llm.engine.stats().num_cached_tokens == 0
 
     with gemma() as llm:
-        manager = llm.engine._loaded.manager
-        manager.tree.keep_spare = False
+        manager = llm.engine.inspect().manager
+        manager.inspect().tree.keep_spare = False
         ask(llm, FIRST)
 
         # Copy on write in the block where FIRST ended: its window is still there.
@@ -181,7 +181,7 @@ def test_gemma_answers_from_replayed_windows_as_from_nothing(small_windows):
         # Chunks as small as what other requests may leave of a step: they end inside the replayed range. PARTED's 34
         # whole blocks are all known now: 544 - 240 = 304.
         strip(llm)
-        llm.engine._loaded.scheduler.chunk_tokens = 37
+        llm.engine.inspect().scheduler.chunk_tokens = 37
         answer = ask(llm, PARTED)
         assert answer.num_cached_tokens == 304
         assert_same(answer, parted)
@@ -327,7 +327,7 @@ def test_of_what_was_replayed_only_exact_windows_are_kept(backend):
     first, other = some_tokens(100, 12)
     simulation.add("first", first, 6)
     serve(runner, stack, simulation)
-    while simulation.manager.tree.strip_one(lambda num_tokens: True):
+    while simulation.manager.inspect().tree.strip_one(lambda num_tokens: True):
         pass
     parted = part(first, 82, other)
     replayed = simulation.add("parted", parted, 8)
@@ -347,7 +347,7 @@ def test_of_what_was_replayed_only_exact_windows_are_kept(backend):
 def stack_runner(stack, backend, simulation) -> ModelRunner:
     """Over an arena of NaN but for the null slab."""
     layout = simulation.manager.layout
-    arena = nan_arena(simulation.manager.arena.num_slabs * layout.slab_bytes)
+    arena = nan_arena(simulation.manager.inspect().arena.num_slabs * layout.slab_bytes)
     arena[: layout.slab_bytes] = 0
     return ModelRunner(stack, backend, layout, SPECS, arena, prunes=False)
 

@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
-from tests.pins.places import count_kv_cache
 from tests.pins.replay_places import Limits, System, budget_in_bytes, build_scheduler, layer_specs, replay
 from tests.pins.traces import NUM_SESSIONS_AT_ONCE, TRACES
 
@@ -32,7 +31,7 @@ def count(trace: str, layout: str, policy: str) -> dict[str, Any]:
     counters = scheduler.counters()
     scheduling = counters._asdict()
     del scheduling["hits"]
-    cache = asdict(count_kv_cache(scheduler.manager, counters.hits))
+    cache = asdict(scheduler.manager.counters(counters.hits))
     cache["pages"] = {group: usage._asdict() for group, usage in cache["pages"].items()}
     return {
         "replay": {key: value for key, value in measured.items() if isinstance(value, (int, dict))},

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from lamella.kv_cache.counters import count_kv_cache
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.step_buffers import PackedShape
 from lamella.native.build import targets
@@ -24,7 +23,6 @@ __all__ = [
     "ModelRunner",
     "NativeLibrary",
     "PackedShape",
-    "count_kv_cache",
 ]
 
 

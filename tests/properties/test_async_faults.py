@@ -77,7 +77,7 @@ def test_the_battery_passes_with_no_fault_and_plans_ahead():
     assert sum(simulation.num_ahead for simulation in lives) > num_steps / 3
     assert sum(simulation.num_discarded for simulation in lives) > 20
     assert sum(simulation.scheduler.counters().num_preemptions for simulation in lives) > 20
-    assert sum(simulation.manager.num_slab_moves for simulation in lives) > 5
+    assert sum(simulation.manager.inspect().supply.num_slab_moves for simulation in lives) > 5
 
 
 @pytest.mark.parametrize("fault", ASYNC_FAULTS)

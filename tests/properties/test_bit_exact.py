@@ -107,7 +107,7 @@ def test_windowed_replay_does_not_change_a_bit(folder):
     with engine(folder, max_num_seqs=1, enable_prefix_caching=False, **settings) as llm:
         alone = [answers(llm, [prompt])[0] for prompt in prompts]
     with engine(folder, **settings) as llm:
-        tree = llm.engine._require_open().manager.tree
+        tree = llm.engine.inspect().manager.inspect().tree
         assert answers(llm, prompts) == alone
         while tree.strip_one(lambda num_tokens: True):
             pass
@@ -158,7 +158,7 @@ def test_leaving_out_what_nothing_depends_on_does_not_change_a_bit(tmp_path, kin
     for prunes in (True, False):
         with engine(str(tmp_path), max_model_len=512, **arguments) as llm:
             watch_step_pages(llm.engine)
-            loaded = llm.engine._require_open()
+            loaded = llm.engine.inspect()
             loaded.runner.prunes = prunes
             arena = loaded.runner.arena[: loaded.pool.num_slabs * loaded.layout.slab_bytes]
             arena[loaded.layout.slab_bytes :] = NAN_BYTE

@@ -32,7 +32,7 @@ def hits_are_exact_to_the_token(specs):
     answer = foretell(None, PROMPT, 22)
     assert serve(simulation, [*PROMPT, *answer, 48, 49], 3) == 42, "the next turn of a chat"
     assert serve(simulation, [*PROMPT[:19], 48, 49, 47]) == 19, "parted inside the block before the last"
-    assert simulation.manager.tree.num_evicted_resume_points == 0
+    assert simulation.manager.inspect().tree.num_evicted_resume_points == 0
     drain(simulation)
 
 
@@ -85,13 +85,13 @@ def requests_of_one_step_share_whole_blocks():
 def a_failed_step_leaves_nothing():
     simulation = Simulation(HYBRID, page_tokens=4, chunk_tokens=128, extra_slabs=4000, max_num_seqs=8)
     assert serve(simulation, PROMPT) == 0
-    num_nodes = len(list(simulation.manager.tree.nodes()))
+    num_nodes = len(list(simulation.manager.inspect().tree.nodes()))
     prompts = [[*range(18), 40, 41, 42, 43, 44, 45 + index, 46] for index in range(3)]  # with a copy, and shared blocks
     for index, prompt in enumerate(prompts):
         simulation.add(f"f{index}", prompt, 5)
     simulation.step(fail=True)
-    assert len(list(simulation.manager.tree.nodes())) == num_nodes
-    assert not simulation.manager.copies
+    assert len(list(simulation.manager.inspect().tree.nodes())) == num_nodes
+    assert not simulation.manager.inspect().supply.copies
     for index in range(3):
         simulation.finish(f"f{index}")
     assert [serve(simulation, prompt, 5) for prompt in prompts] == [18, 23, 23]
@@ -129,16 +129,16 @@ def a_tombstone_comes_back_to_life():
     simulation.add("a", PROMPT, 40)
     for _ in range(34):
         simulation.step()
-    while simulation.manager.tree.evict_one():
+    while simulation.manager.inspect().tree.evict_one():
         pass
-    assert simulation.manager.tree.num_tombstones > 0
+    assert simulation.manager.inspect().tree.num_tombstones > 0
     simulation.add("b", [*PROMPT, 40], 12)
     for _ in range(6):
         simulation.step()
     requests = [simulation.add("c", [*PROMPT, 40], 12)]
     for _ in range(2):
         simulation.step()
-    while simulation.manager.tree.evict_one():
+    while simulation.manager.inspect().tree.evict_one():
         pass
     for _ in range(2):
         simulation.step()
@@ -198,7 +198,7 @@ def a_hit_that_nobody_foresaw_refreshes():
     run_all(simulation)
     assert simulation.requests["r2"].num_cached_tokens == 20
     for _ in range(2):
-        simulation.manager.tree.evict_one()
+        simulation.manager.inspect().tree.evict_one()
     assert serve(simulation, [*prompts[0], 48]) == 20
     assert serve(simulation, [*prompts[1], 48]) == 0
 
@@ -207,7 +207,7 @@ def a_system_prompt_stays_while_it_is_used():
     simulation = Simulation([full(), sliding(9)], page_tokens=4, max_model_len=48, extra_slabs=30)
     hits = [serve(simulation, [*range(24), *[index] * 8]) for index in range(25, 45)]
     assert hits == [0, 0, *[24] * 18]
-    assert simulation.manager.tree.num_evicted_resume_points > 5
+    assert simulation.manager.inspect().tree.num_evicted_resume_points > 5
 
 
 SCENARIOS = [
@@ -304,7 +304,7 @@ def random_life(seed, *, with_step_pages=False):
         if running and draw.random() < 0.2:
             simulation.scheduler._preempt(running[-1])
         elif draw.random() < 0.1:
-            simulation.manager.tree.evict_one()
+            simulation.manager.inspect().tree.evict_one()
     run_all(simulation)
     for request_id, (_, answer, _) in expected.items():
         assert simulation.outputs[request_id] == answer

@@ -81,7 +81,7 @@ def test_random_stacks_with_aborts_failures_and_evictions(specs, page_tokens, ch
         if rng.random() < 0.15:
             simulation.finish(f"r{index}") if not simulation.requests[f"r{index}"].is_finished else None
         if rng.random() < 0.3:
-            simulation.manager.tree.evict_one()
+            simulation.manager.inspect().tree.evict_one()
     run_all(simulation)
     for name, tokens in expected.items():
         assert simulation.outputs[name] == tokens[: len(simulation.outputs[name])]

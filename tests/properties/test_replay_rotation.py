@@ -8,7 +8,7 @@ from kv_replay.drive import Driver
 from kv_replay.layouts import layer_specs
 from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.kv_cache import invariants
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.spec import ceil_div
 
@@ -27,7 +27,7 @@ def make_scheduler(*, windowed_replay: bool) -> Scheduler:
     num_windowed = ceil_div(WINDOW_TOKENS - 1 + CHUNK_TOKENS + PAGE_TOKENS - 1, PAGE_TOKENS)
     num_full = 2 * ceil_div(MAX_MODEL_LEN, PAGE_TOKENS)
     quota = tuple(num_windowed if group.spec.is_windowed else num_full for group in layout.groups)
-    manager = HybridBlockManager(
+    manager = BlockManager(
         layout,
         num_slabs=1 + sum(quota),
         num_rows=4,

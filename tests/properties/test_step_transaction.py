@@ -40,7 +40,7 @@ def test_the_lives_come_to_what_can_happen():
             assert stats[setting].kv_cache.hits.num_replay_requests
         assert stats[setting].kv_cache.hits.num_full_requests
         assert stats[setting].kv_cache.num_evicted_resume_points
-    runners = {setting: life.engine._loaded.runner for setting, life in lives.items()}
+    runners = {setting: life.engine.inspect().runner for setting, life in lives.items()}
     for is_async in (False, True):
         assert any(runners[one].num_moved_pages for one in SETTINGS if one.is_async == is_async and one.tight)
         for is_tight in (False, True):

@@ -31,7 +31,7 @@ def test_replays_equal_eager_steps_and_the_references_tokens(folder: Path) -> No
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPT_LENGTHS)
     with make_engine(folder) as engine:
         maker = capture(engine)
-        checked = CheckedReplays(engine._require_open().runner)
+        checked = CheckedReplays(engine.inspect().runner)
         assert serve(engine) == expected
     assert checked.steps == GRAPH_STEPS
     assert sum(maker.num_replays) == len(GRAPH_STEPS)
@@ -43,7 +43,7 @@ def test_a_block_table_that_starts_too_late_is_refused(folder: Path) -> None:
         capture(engine)
         engine.add_request("a", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0, max_tokens=3))
         engine.step()
-        loaded = engine._require_open()
+        loaded = engine.inspect()
         plan = loaded.scheduler.schedule()
         late = tuple(dataclasses.replace(group, first_blocks=group.first_blocks + 1) for group in plan.groups)
         assert loaded.runner.graphs.size_for(plan) == 1

@@ -51,7 +51,7 @@ def profiled(
     with_graphs: bool,
     max_model_len: int = MAX_MODEL_LEN,
 ) -> MemoryProfile:
-    loaded = engine._require_open()
+    loaded = engine.inspect()
     widths = decode_table_widths(loaded.layout, max_model_len=max_model_len, interval_tokens=8)
     largest = LargestBatch(NUM_REQUESTS, num_tokens, widths)
     specs = [place.params.spec for place in loaded.runner.places]
@@ -76,7 +76,7 @@ def profiled(
 
 def test_no_step_takes_more_than_the_profile(engine: Engine) -> None:
     """Prompts that fill a step, prompts beside decodes, and batches that only decode, up to the longest context."""
-    loaded = engine._require_open()
+    loaded = engine.inspect()
     with StorageCounter() as counter:
         profile = profiled(engine, counter, with_graphs=False)
         assert profile.graph_bytes == 0
@@ -124,7 +124,7 @@ def test_decodes_over_the_widest_tables_are_in_the_profile(folder: Path) -> None
 
 
 def test_graphs_are_set_aside(engine: Engine) -> None:
-    loaded = engine._require_open()
+    loaded = engine.inspect()
     with StorageCounter() as counter:
         profile = profiled(engine, counter, with_graphs=True)
     widths = decode_table_widths(loaded.layout, max_model_len=MAX_MODEL_LEN, interval_tokens=8)

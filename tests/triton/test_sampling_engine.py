@@ -33,7 +33,7 @@ def test_tokens_and_logprobs_of_a_mixed_batch(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(runner, "choose_sampler", choose_sampler)
     with LLM(str(tmp_path), **arguments) as llm:
         actual = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        assert llm.engine._loaded.runner.sampler is samplers[0]
+        assert llm.engine.inspect().runner.sampler is samplers[0]
     for one, other in zip(actual, expected, strict=True):
         assert list(one.outputs[0].token_ids) == list(other.outputs[0].token_ids)
     for one, other in zip(actual[0].outputs[0].logprobs, expected[0].outputs[0].logprobs, strict=True):

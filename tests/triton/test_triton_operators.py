@@ -35,7 +35,7 @@ class Run:
         self.calls: Counter[str] = Counter()
         rows = []
         with LLM(str(folder), attention_backend="triton", dtype=dtype, check_invariants=True, **arguments) as llm:
-            model = llm.engine._loaded.runner.model
+            model = llm.engine.inspect().runner.model
             self.name = model.operators.name
             model.operators = watched(operators or model.operators, self.calls)
             logits = model.logits
@@ -123,6 +123,6 @@ def test_the_triton_backend_takes_triton_operators_and_they_nothing_else(tmp_pat
     save_tiny_gemma(tmp_path, **TWO_LAYERS)
     arguments: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "kv_cache_memory_bytes": 2**20}
     with LLM(str(tmp_path), attention_backend="torch", **arguments) as llm:
-        llm.engine._loaded.runner.model.operators = TritonOperators()
+        llm.engine.inspect().runner.model.operators = TritonOperators()
         with pytest.raises(InvariantError, match=r"the pages of backend 'torch'.*those that do go with 'triton'"):
             llm.generate([[7, 8, 9]], SamplingParams(max_tokens=1), use_tqdm=False)

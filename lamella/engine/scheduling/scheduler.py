@@ -20,18 +20,17 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from lamella.engine.scheduling.admission import Admission, most_replay_tokens
-from lamella.engine.scheduling.gathered_tables import GatheredTables
+from lamella.engine.scheduling.admission import Admission
 from lamella.engine.scheduling.new_tokens import NewTokens, append_tokens
 from lamella.engine.scheduling.planned_steps import PlannedStep, Reached
-from lamella.engine.scheduling.preemption import choose_victim, has_pending_blocks
+from lamella.engine.scheduling.preemption import choose_victim
 from lamella.engine.scheduling.request import NO_ROW, Request
 from lamella.engine.scheduling.request_rows import RequestRows
 from lamella.engine.scheduling.scheduler_counters import AdmissionCounters, SchedulerCounters
 from lamella.engine.scheduling.step_builder import build_step_plan
 from lamella.engine.scheduling.waiting_queue import WaitingQueue
 from lamella.errors import InvariantError
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.prefix_match import PrefixMatch
 from lamella.kv_cache.spec import ceil_div
 from lamella.model_executor.step_plan import StepPlan, StepResult
@@ -46,7 +45,7 @@ class Scheduler:
 
     def __init__(
         self,
-        manager: HybridBlockManager,
+        manager: BlockManager,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -57,7 +56,7 @@ class Scheduler:
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens = min(chunk_tokens, max_num_batched_tokens)
-        manager.max_replay_tokens = min(self.chunk_tokens, most_replay_tokens(manager))
+        manager.limit_replays(self.chunk_tokens)
         self.rows = RequestRows(max_num_seqs, max_model_len)
         self._admission = Admission(manager, self.rows, leaves_growth=scheduling_policy == "prefix")
         self._scheduling_policy = scheduling_policy
@@ -69,7 +68,6 @@ class Scheduler:
     def _begin_empty(self) -> None:
         self.queue = WaitingQueue(self.manager, self._scheduling_policy)
         self.running: list[int] = []  # rows, oldest request first
-        self._tables = GatheredTables(self.manager)
         self._scheduled = np.zeros(0, dtype=np.int64)
         self._num_new = np.zeros(0, dtype=np.int64)
         self._admitted: set[int] = set()  # rows that the step in preparation admits
@@ -117,8 +115,9 @@ class Scheduler:
         in_flight = self._planned[-1] if self._planned else None
         if in_flight is not None and not self._can_plan_ahead():
             return None
+        if not self.manager.begin_step(is_ahead=in_flight is not None):
+            return None
         self._must_wait = False
-        self.manager.in_flight = in_flight is not None
         reached = Reached.after(self.rows, in_flight)
         self._admitted.clear()
         num_preemptions = self._num_preemptions
@@ -143,7 +142,7 @@ class Scheduler:
             return None
         if self._admitted and in_flight is not None:  # they came after `reached`
             reached = Reached.after(self.rows, in_flight)
-        plan = build_step_plan(self.rows, self.manager, self._tables, self._scheduled, self._num_new, reached)
+        plan = build_step_plan(self.rows, self.manager, self._scheduled, self._num_new, reached)
         sampled_rows = self._scheduled[plan.sample_requests]
         self._planned.append(PlannedStep(self._scheduled, self._num_new, sampled_rows, frozenset(self._admitted)))
         return plan
@@ -152,8 +151,7 @@ class Scheduler:
         """Take in what the oldest planned step computed: positions, finished blocks, sampled tokens, finishes."""
         rows, manager = self.rows, self.manager
         step = self._planned.popleft()
-        manager.in_flight = bool(self._planned)
-        manager.end_step()
+        manager.end_step(in_flight=bool(self._planned))
         if self._leaving:
             step, result = step.without(self._leaving, result)
             for row in [row for row in self._leaving if not self._is_in_flight(row)]:
@@ -164,15 +162,13 @@ class Scheduler:
         rows.num_computed[scheduled] = computed
         self._num_steps += 1
         ends_prompt = computed == rows.num_prompt_tokens[scheduled]
-        to_commit = computed // manager.page_tokens > manager.num_settled[scheduled]
-        to_commit |= ends_prompt
-        events = scheduled[to_commit], computed[to_commit], ends_prompt[to_commit]
-        for row, num_computed, ends in zip(*(event.tolist() for event in events), strict=True):
-            manager.commit(row, rows.tokens[row], num_computed, ends_prompt=ends)
+        manager.commit(scheduled, rows.tokens, computed, ends_prompt=ends_prompt)
         is_chunk = step.num_new > 1
-        for row, num_computed in zip(scheduled[is_chunk].tolist(), computed[is_chunk].tolist(), strict=True):
-            prompt_tokens = int(rows.num_tokens[row])
-            manager.slide(row, num_computed, prompt_tokens=prompt_tokens if num_computed < prompt_tokens else 0)
+        if is_chunk.any():
+            rows_of_chunks, reached = scheduled[is_chunk], computed[is_chunk]
+            num_tokens = rows.num_tokens[rows_of_chunks]
+            ends = np.where(reached < num_tokens, num_tokens, 0)
+            manager.slide(rows_of_chunks.tolist(), reached.tolist(), ends.tolist())
         new_tokens = append_tokens(rows, step.sampled_rows, result)
         self._num_generated_tokens += len(new_tokens.token_ids)
         for request in (*new_tokens.ended, *new_tokens.failed):
@@ -189,8 +185,7 @@ class Scheduler:
         admitted = {row for step in self._planned for row in step.admitted}
         failed = {row for step in self._planned for row in step.rows.tolist()}
         self._planned.clear()
-        manager.in_flight = False
-        if manager.moves:
+        if manager.fail_steps():
             for row in self.running[::-1]:
                 self._preempt(row, keep=False)
             for row in self._leaving:
@@ -200,8 +195,8 @@ class Scheduler:
             manager.reset_prefix_cache()
             return
         for row in [*self._leaving, *(row for row in self.running[::-1] if row in failed)]:
-            # What it found may be what the failed step was to compute, or only half replayed.
-            is_new = row in admitted or manager.is_replaying(row)
+            # What it found may be what the failed step was to compute.
+            is_new = row in admitted
             if not is_new:
                 self.rows.num_computed[row] = manager.roll_back(row, int(self.rows.num_computed[row]))
             if row in self._leaving:
@@ -243,7 +238,7 @@ class Scheduler:
         has room for certain only step by step, as the arena was sized."""
         if self._restarted is not None and self._restarted.is_finished:
             self._restarted = None
-        return not (self._must_wait or self._restarted or self.manager.moves or self.rows.has_penalties)
+        return not (self._must_wait or self._restarted or self.rows.has_penalties)
 
     def _grow_decodes(self, reached: Reached) -> np.ndarray:
         """Rows (int64, oldest first) that decode one token, with room for it; only those at a block boundary cost
@@ -306,7 +301,8 @@ class Scheduler:
                     self._must_wait = True
                     return 0
                 # Fewer pages may still be had: half the chunk, up to a block boundary.
-                shorter = ceil_div(computed + chunk // 2, self.manager.page_tokens) * self.manager.page_tokens
+                page_tokens = self.manager.layout.page_tokens
+                shorter = ceil_div(computed + chunk // 2, page_tokens) * page_tokens
                 chunk = shorter - computed if shorter - computed < chunk else 0
             if self._slide_running():
                 continue
@@ -318,20 +314,15 @@ class Scheduler:
                 self.manager.reset_prefix_cache()
                 return 0
             victim = choose_victim(self.manager, self.rows, self.running)
-            victim_computed = int(self.rows.num_computed[victim])
-            if has_pending_blocks(self.manager, victim, victim_computed):  # planned for this step; no more
-                self.rows.num_computed[victim] = self.manager.roll_back(victim, victim_computed)
             self.queue.expect_first(self._preempt(victim))
             if victim == row:
                 return 0
 
     def _slide_running(self) -> bool:
         """Take back window pages that lag behind by an eviction interval; whether there were any."""
-        rows, before = self.rows, sum(self.manager.num_owned)
-        for row in self.running:
-            num_computed, num_tokens = int(rows.num_computed[row]), int(rows.num_tokens[row])
-            self.manager.slide(row, num_computed, prompt_tokens=num_tokens if num_computed + 1 < num_tokens else 0)
-        return sum(self.manager.num_owned) < before
+        computed, num_tokens = self.rows.num_computed[self.running], self.rows.num_tokens[self.running]
+        ends = np.where(computed + 1 < num_tokens, num_tokens, 0)
+        return self.manager.slide(self.running, computed.tolist(), ends.tolist())
 
     def _preempt(self, row: int, *, keep: bool = True) -> Request:
         """Back to the head of the queue; what was computed stays cached (with `keep`) until evicted."""
@@ -356,11 +347,7 @@ class Scheduler:
 
     def _vacate(self, row: int, *, keep: bool = True) -> None:
         rows = self.rows
-        num_computed = int(rows.num_computed[row])
-        if keep and has_pending_blocks(self.manager, row, num_computed) and not self.manager.is_replaying(row):
-            # It ended while its first steps were in flight, which do not count.
-            rows.num_computed[row] = num_computed = self.manager.roll_back(row, num_computed)
-        self.manager.release(row, rows.tokens[row], num_computed, keep=keep)
+        self.manager.release(row, rows.tokens[row], int(rows.num_computed[row]), keep=keep)
         self._admission.note_finished(rows.take(row))
 
     # Admission
@@ -400,7 +387,9 @@ class Scheduler:
     def _can_admit_ahead(self, request: Request, match: PrefixMatch) -> bool:
         """Whether the request needs no more than pages, and nothing in flight makes more of its prompt to be found."""
         in_the_making = self._planned[-1].prompt_rows | self._admitted
-        return match.is_plain and not self._admission.finds_more_later(request, match, in_the_making)
+        if not self.manager.may_begin_ahead(match):
+            return False
+        return not self._admission.finds_more_later(request, match, in_the_making)
 
     def _begin(self, row: int, request: Request, match: PrefixMatch, most: int) -> int:
         """Room in `row` for the cached prefix and up to `most` tokens more; returns how many, 0 for none."""
@@ -420,14 +409,14 @@ class Scheduler:
         if not match.num_tokens:
             raise InvariantError(
                 f"request {request.request_id} of {len(request.token_ids)} tokens does not fit into an empty arena "
-                f"of {self.manager.arena.num_slabs} slabs, though the start-up check said it would"
+                f"of {self.manager.settings.num_slabs} slabs, though the start-up check said it would"
             )
         self.manager.reset_prefix_cache()
 
     def _count_admission(self, request: Request, match: PrefixMatch) -> None:
         if request.num_cached_tokens is None:  # a resume is no hit
             admission_index = self._admissions.num_requests
-            self._admissions = self._admissions.add(request, match, self.manager.page_tokens)
+            self._admissions = self._admissions.add(request, match, self.manager.layout.page_tokens)
             request.first_scheduled_time = time.monotonic()
             request.admission_index = admission_index
             request.num_cached_tokens = match.num_tokens - match.num_skipped_tokens

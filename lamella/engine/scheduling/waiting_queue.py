@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lamella.engine.scheduling.request import Request
 from lamella.engine.scheduling.waiting_order import MAX_WAIT_STEPS, ArrivalOrder, PrefixOrder
 from lamella.errors import ConfigError
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.expectations import Expectation
 from lamella.kv_cache.prefix_match import PrefixMatch
 
@@ -30,7 +30,7 @@ class WaitingQueue:
     needed sooner.
     """
 
-    def __init__(self, manager: HybridBlockManager, policy: str) -> None:
+    def __init__(self, manager: BlockManager, policy: str) -> None:
         if policy not in _ORDERS:
             raise ConfigError(
                 f"scheduling_policy={policy!r} is not known; choose one of {', '.join(SCHEDULING_POLICIES)}"
@@ -61,7 +61,7 @@ class WaitingQueue:
         self._order.add(request, step, num_cached)
 
     def add_first(self, request: Request, step: int) -> None:
-        """`expect_first` is left to the caller: what the request left behind may not be settled yet."""
+        """`expect_first` is left to the caller: what the request left behind may yet be rolled back."""
         self._preempted[request] = step
         self._preempted.move_to_end(request, last=False)
 
@@ -76,7 +76,7 @@ class WaitingQueue:
             del self._preempted[request]
         elif request in self._order:
             self._order.discard(request)
-        self._settle(request)
+        self._withdraw(request)
 
     def start(self, request: Request) -> None:
         """The waiting request waits no more: its prompt is being computed."""
@@ -84,7 +84,7 @@ class WaitingQueue:
             del self._preempted[request]
         else:
             self._order.start(request)
-        self._settle(request)
+        self._withdraw(request)
 
     def next(self, step: int) -> tuple[Request, PrefixMatch]:
         """The request to start next, and what the cache has of its prompt; it stays in the queue until `start`."""
@@ -112,7 +112,7 @@ class WaitingQueue:
     def _match(self, request: Request) -> PrefixMatch:
         return self._manager.match(request.token_ids, request.salt)
 
-    def _settle(self, request: Request) -> None:
+    def _withdraw(self, request: Request) -> None:
         expectation = self._expectations.pop(request, None)
         if expectation is not None:
-            self._manager.settle(expectation)
+            self._manager.withdraw(expectation)

@@ -75,7 +75,7 @@ class StopMatcher:
         self._recent = ""  # the end of the text, long enough for every start
         self._starts: OrderedDict[int, _Start] = OrderedDict()  # by position, ascending
         self._to_check: list[tuple[int, int]] = []  # heap of (check_at, position); some are out of date
-        self._mark = self._settled_end = -1
+        self._mark = self._certain_end = -1
         self._before_mark: dict[int, _Start] = {}  # starts that changed after the mark, as they were
 
     def feed(self, text: str) -> Match | None:
@@ -109,13 +109,13 @@ class StopMatcher:
                 return self._num_chars - position
         return 0
 
-    def num_unsettled(self) -> int:
+    def num_tentative(self) -> int:
         """`num_held_back`, but what might be held back after `rewind` counts as well."""
-        return self.num_held_back() if self._mark < 0 else self._num_chars - self._settled_end
+        return self.num_held_back() if self._mark < 0 else self._num_chars - self._certain_end
 
     def mark(self) -> None:
         """Remember this place for `rewind`."""
-        self._settled_end = self._num_chars - self.num_held_back()
+        self._certain_end = self._num_chars - self.num_held_back()
         self._mark = self._num_chars
 
     def release(self) -> None:

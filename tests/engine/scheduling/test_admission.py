@@ -20,7 +20,7 @@ NO_MATCH = PrefixMatch(0, [], NO_NODE, 0)
 
 def expecting(simulation: Simulation, *, num_tokens: int, num_bytes: int = 0, num_nodes: int = 1) -> Admission:
     """The simulation's admission where `num_nodes` waiting requests expect a prefix each."""
-    expected = simulation.manager.tree.expected = Expectations()
+    expected = simulation.manager.inspect().tree.expected = Expectations()
     for node in range(100, 100 + num_nodes):
         expected.add(Expectation(node, node, num_tokens, num_bytes))
     return simulation.scheduler._admission
@@ -82,7 +82,7 @@ def test_room_beside_what_is_expected():
     simulation = arena_of(21, [full()], page_tokens=4, max_model_len=64)
     simulation.add("running", [49] * 13, 2)
     simulation.step()
-    assert simulation.manager.num_owned == [4]
+    assert simulation.manager.inspect().supply.num_owned == [4]
     assert room(simulation, 176)
     assert not room(simulation, 177)
     assert room(simulation, 177, waits=False)
@@ -109,7 +109,7 @@ def test_a_running_prefill_counts_with_what_it_has_yet_to_take():
         simulation = arena_of(num_slabs, [full()], page_tokens=4, max_model_len=48, max_num_seqs=2, chunk_tokens=16)
         request = simulation.add("running", [49, *range(31)], 2)
         simulation.step()
-        assert simulation.manager.num_owned == [4]
+        assert simulation.manager.inspect().supply.num_owned == [4]
         admission = expecting(simulation, num_tokens=1, num_nodes=0)
         more = simulation.add("more", range(19), 1)
         assert admission.has_room(more, NO_MATCH, [request.row], 1) is fits

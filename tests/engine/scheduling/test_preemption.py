@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lamella.engine.scheduling.preemption import choose_victim, has_pending_blocks, num_tokens_at_stake
+from lamella.engine.scheduling.preemption import choose_victim
 from lamella.kv_cache import invariants
 from tests.helpers.fake_executor import foretell
 from tests.helpers.simulation import Simulation, full, sliding
@@ -32,7 +32,7 @@ def victim(simulation):
 
 def at_stake(simulation, name):
     row = simulation.requests[name].row
-    return num_tokens_at_stake(simulation.manager, row, int(simulation.scheduler.rows.num_computed[row]))
+    return simulation.manager.stake(row, int(simulation.scheduler.rows.num_computed[row])).num_tokens
 
 
 def other_tokens(first, count):
@@ -93,7 +93,7 @@ def test_an_older_request_with_less_to_lose_leaves_for_a_younger_one():
     """One group, a page to a slab, 20 of them. After the prompts a holds 8, b 2, c 9; a and c need 9 and 11 to end. The
     youngest, c, has 36 tokens to lose, b has 8."""
     simulation = Simulation([full()], page_tokens=4, max_model_len=64, extra_slabs=4, chunk_tokens=128, max_num_seqs=3)
-    assert simulation.manager.arena.num_slabs - 1 == 20
+    assert simulation.manager.inspect().arena.num_slabs - 1 == 20
     wanted = {"a": (other_tokens(10, 30), 4), "b": (other_tokens(11, 7), 20), "c": (other_tokens(12, 36), 6)}
     for name, (prompt, num_tokens) in wanted.items():
         simulation.add(name, prompt, num_tokens)
@@ -117,13 +117,13 @@ def test_one_that_is_planned_already_can_be_the_victim():
     old, young = (simulation.requests[name].row for name in prompts)
     assert scheduler.rows.num_computed[[old, young]].tolist() == [6, 6]
     scheduler.running.reverse()
-    arena = manager.arena
+    arena = manager.inspect().arena
     hoard = arena.allocate(0, arena.num_allocatable(0) - 1)  # one page is left: tokens 8 to 11 of the first to ask
     plan = scheduler.schedule()
     assert scheduler.running == [old]
     assert simulation.requests["young"].num_preemptions == 1
     assert plan.seq_lens.tolist() == [12]
-    assert not has_pending_blocks(manager, young, 0)
+    assert manager.inspect().rows.num_committed[young] == 0
     contexts = [(None, scheduler.rows.tokens[old, : scheduler.rows.num_tokens[old]].tolist())]
     scheduler.update(simulation.executor.execute(plan, contexts))
     for page in hoard:

@@ -14,47 +14,45 @@ from lamella.engine.scheduling import step_builder
 from lamella.engine.scheduling.planned_steps import PlannedStep
 from lamella.engine.scheduling.request_rows import RequestRows
 from lamella.engine.scheduling.scheduler import Scheduler
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
+from lamella.kv_cache.page_supply import PageSupply
 from lamella.kv_cache.prefix_match import PrefixMatch
 from tests.helpers.planted_faults.planting import replaces
 
 ASYNC_FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
 
 
-def _as_if_none_were_in_flight(original, manager, *args, **kwargs):
-    in_flight, manager.in_flight = manager.in_flight, False
+def _as_if_none_were_in_flight(original, supply, *args, **kwargs):
+    in_flight, supply.in_flight = supply.in_flight, False
     try:
-        return original(manager, *args, **kwargs)
+        return original(*args, **kwargs)
     finally:
-        manager.in_flight = in_flight
+        supply.in_flight = in_flight
 
 
-@replaces(HybridBlockManager, "grow", ASYNC_FAULTS)
+@replaces(BlockManager, "grow", ASYNC_FAULTS)
 def slides_by_the_position_that_is_launched(original, manager, row, *args, num_processed=None, **kwargs):
     return original(manager, row, *args, **kwargs)
 
 
-@replaces(HybridBlockManager, "grow", ASYNC_FAULTS)
+@replaces(BlockManager, "grow", ASYNC_FAULTS)
 def step_pages_taken_while_others_are_in_use(original, manager, row, *args, **kwargs):
-    return _as_if_none_were_in_flight(original, manager, row, *args, **kwargs)
+    return _as_if_none_were_in_flight(original, manager.inspect().supply, manager, row, *args, **kwargs)
 
 
-@replaces(HybridBlockManager, "_compact", ASYNC_FAULTS)
-def pages_move_while_a_step_reads_them(original, manager, *args):
-    return _as_if_none_were_in_flight(original, manager, *args)
+@replaces(PageSupply, "compact", ASYNC_FAULTS)
+def pages_move_while_a_step_reads_them(original, supply, *args):
+    return _as_if_none_were_in_flight(original, supply, supply, *args)
 
 
-@replaces(HybridBlockManager, "_give_page", ASYNC_FAULTS)
-def page_given_up_is_free_at_once(original, manager, *args):
-    return _as_if_none_were_in_flight(original, manager, *args)
+@replaces(PageSupply, "give_up", ASYNC_FAULTS)
+def page_given_up_is_free_at_once(original, supply, *args):
+    return _as_if_none_were_in_flight(original, supply, supply, *args)
 
 
-@replaces(HybridBlockManager, "end_step", ASYNC_FAULTS)
-def page_given_up_is_never_free(original, manager):
-    given_up = list(manager.given_up)
-    manager.given_up.clear()
-    original(manager)
-    manager.given_up.extend(given_up)
+@replaces(PageSupply, "free_given_up", ASYNC_FAULTS)
+def page_given_up_is_never_free(original, supply):
+    pass
 
 
 @replaces(Scheduler, "_is_in_flight", ASYNC_FAULTS)
@@ -72,7 +70,7 @@ def ended_request_is_released_twice(original, scheduler, row):
 
 @replaces(Scheduler, "_vacate", ASYNC_FAULTS)
 def token_computed_for_nothing_enters_the_tree(original, scheduler, row, **kwargs):
-    if row in scheduler._leaving or scheduler.manager.in_flight:
+    if row in scheduler._leaving or scheduler.manager.inspect().supply.in_flight:
         scheduler.rows.num_computed[row] += 1
     original(scheduler, row, **kwargs)
 
@@ -95,7 +93,8 @@ def blocks_committed_when_planned(original, scheduler):
         rows, step = scheduler.rows, scheduler._planned[0]
         for row, num_new in zip(step.rows.tolist(), step.num_new.tolist(), strict=True):
             if row not in scheduler._leaving:
-                scheduler.manager.commit(row, rows.tokens[row], int(rows.num_computed[row]) + num_new)
+                commits = scheduler.manager.inspect().commits
+                commits.commit(row, rows.tokens[row], int(rows.num_computed[row]) + num_new)
     return plan
 
 
@@ -123,9 +122,9 @@ def draws_counted_by_known_tokens(original, rows, sampled, num_tokens=None):
 
 
 @replaces(scheduler_module, "build_step_plan", ASYNC_FAULTS)
-def planned_from_what_is_processed(original, rows, manager, tables, scheduled, num_new, reached):
+def planned_from_what_is_processed(original, rows, manager, scheduled, num_new, reached):
     reached = reached._replace(num_computed=rows.num_computed)
-    return original(rows, manager, tables, scheduled, num_new, reached)
+    return original(rows, manager, scheduled, num_new, reached)
 
 
 @replaces(Scheduler, "_grow_decodes", ASYNC_FAULTS)

@@ -13,5 +13,5 @@ def drain(simulation):
     assert all(usage.owned == 0 for usage in simulation.manager.usage().values())
     simulation.manager.reset_prefix_cache()
     assert all(usage == (0, 0, 0) for usage in simulation.manager.usage().values())
-    assert simulation.manager.arena.num_free_slabs == simulation.manager.arena.num_slabs - 1
-    assert simulation.manager.tree.roots() == {}
+    assert simulation.manager.inspect().arena.num_free_slabs == simulation.manager.inspect().arena.num_slabs - 1
+    assert simulation.manager.inspect().tree.roots() == {}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.child_index import NO_NODE, ChildIndex
 from lamella.kv_cache.prefix_tree import PrefixTree
+from lamella.kv_cache.row_windows import RowWindows
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, SlidingWindowSpec
 from tests.helpers.planted_faults.planting import FAULTS, replaced, replaces
 
@@ -29,36 +30,36 @@ def chunk_begins_one_key_late(original, spec, position):
     return min(position, original(spec, position) + 1)
 
 
-@replaces(HybridBlockManager, "_slide")
-def slide_one_block_early(original, manager, row, num_computed, **kwargs):
-    original(manager, row, num_computed + manager.page_tokens, **kwargs)
+@replaces(RowWindows, "slide")
+def slide_one_block_early(original, windows, row, num_computed, **kwargs):
+    original(windows, row, num_computed + windows._page_tokens, **kwargs)
 
 
-@replaces(HybridBlockManager, "_slide")
-def slide_one_block_late(original, manager, row, num_computed, **kwargs):
-    original(manager, row, max(0, num_computed - manager.page_tokens), **kwargs)
+@replaces(RowWindows, "slide")
+def slide_one_block_late(original, windows, row, num_computed, **kwargs):
+    original(windows, row, max(0, num_computed - windows._page_tokens), **kwargs)
 
 
-@replaces(HybridBlockManager, "_slide")
-def slide_never(original, manager, row, num_computed, **kwargs):
+@replaces(RowWindows, "slide")
+def slide_never(original, windows, row, num_computed, **kwargs):
     pass
 
 
-@replaces(HybridBlockManager, "_slide")
-def slide_ignores_the_interval(original, manager, row, num_computed, **kwargs):
-    original(manager, row, num_computed, **{**kwargs, "at_once": True})
+@replaces(RowWindows, "slide")
+def slide_ignores_the_interval(original, windows, row, num_computed, **kwargs):
+    original(windows, row, num_computed, **{**kwargs, "at_once": True})
 
 
-@replaces(HybridBlockManager, "_lowest_resume")
-def slide_keeps_no_block_more(original, manager, row, num_processed, num_computed):
+@replaces(RowWindows, "lowest_resume")
+def slide_keeps_no_block_more(original, windows, row, num_processed, num_computed):
     return num_processed
 
 
-@replaces(HybridBlockManager, "_slide")
-def first_kept_one_block_too_far(original, manager, row, num_computed, **kwargs):
-    before = manager.first_kept[:, row].copy()
-    original(manager, row, num_computed, **kwargs)
-    manager.first_kept[:, row] += manager.first_kept[:, row] > before
+@replaces(RowWindows, "slide")
+def first_kept_one_block_too_far(original, windows, row, num_computed, **kwargs):
+    before = windows._rows.first_kept[:, row].copy()
+    original(windows, row, num_computed, **kwargs)
+    windows._rows.first_kept[:, row] += windows._rows.first_kept[:, row] > before
 
 
 # Keys
@@ -107,15 +108,15 @@ def salt_ignored() -> Iterator[None]:
 FAULTS["salt_ignored"] = salt_ignored
 
 
-@replaces(HybridBlockManager, "release")
+@replaces(BlockManager, "release")
 def partial_block_one_token_long(original, manager, row, token_ids, num_computed, **kwargs):
-    longer = min(num_computed + 1, len(token_ids)) if num_computed % manager.page_tokens else num_computed
+    longer = min(num_computed + 1, len(token_ids)) if num_computed % manager.layout.page_tokens else num_computed
     original(manager, row, token_ids, longer, **kwargs)
 
 
-@replaces(HybridBlockManager, "release")
+@replaces(BlockManager, "release")
 def partial_block_one_token_short(original, manager, row, token_ids, num_computed, **kwargs):
-    original(manager, row, token_ids, num_computed - (num_computed % manager.page_tokens > 1), **kwargs)
+    original(manager, row, token_ids, num_computed - (num_computed % manager.layout.page_tokens > 1), **kwargs)
 
 
 # Matching
@@ -126,14 +127,14 @@ def match_ignores_windows(original, tree, nodes, limit):
     return limit
 
 
-@replaces(HybridBlockManager, "match")
+@replaces(BlockManager, "match")
 def nothing_left_to_compute(original, manager, token_ids, salt=None):
-    return manager.tree.match(token_ids, salt, len(token_ids)) if manager.enable_prefix_caching else original(
-        manager, token_ids, salt
-    )  # fmt: skip
+    if not manager.settings.enable_prefix_caching:
+        return original(manager, token_ids, salt)
+    return manager.inspect().tree.match(token_ids, salt, len(token_ids))
 
 
-@replaces(HybridBlockManager, "match")
+@replaces(BlockManager, "match")
 def hit_rounded_down_to_blocks(original, manager, *args, **kwargs):
     match = original(manager, *args, **kwargs)
-    return match._replace(num_tokens=len(match.path) * manager.page_tokens, tail_node=NO_NODE)
+    return match._replace(num_tokens=len(match.path) * manager.layout.page_tokens, tail_node=NO_NODE)

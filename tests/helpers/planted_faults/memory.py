@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from lamella.engine.scheduling.waiting_queue import WaitingQueue
 from lamella.kv_cache.arena import NULL_PAGE, Arena
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.child_index import NO_NODE, ChildIndex
 from lamella.kv_cache.expectations import Expectations
+from lamella.kv_cache.page_supply import PageSupply
 from lamella.kv_cache.prefix_tree import PrefixTree
 from lamella.kv_cache.resume_points import ResumePoints
+from lamella.kv_cache.row_commits import RowCommits
+from lamella.kv_cache.row_occupancy import RowOccupancy
 from lamella.kv_cache.spec import SlidingWindowSpec
 from tests.helpers.planted_faults.planting import replaced, replaces
 
 # References
 
 
-@replaces(HybridBlockManager, "begin")
+@replaces(BlockManager, "begin")
 def match_does_not_lock(original, manager, *args, **kwargs):
     with replaced(PrefixTree, "lock", lambda _, tree, group, node: int(tree.page[group, node])):
         return original(manager, *args, **kwargs)
 
 
-@replaces(HybridBlockManager, "begin")
+@replaces(BlockManager, "begin")
 def hit_locks_one_window_page_too_few(original, manager, *args, **kwargs):
     def too_far(first_visible, spec, position):
-        return first_visible(spec, position) + manager.page_tokens
+        return first_visible(spec, position) + manager.layout.page_tokens
 
     with replaced(SlidingWindowSpec, "first_visible", too_far):
         return original(manager, *args, **kwargs)
@@ -54,11 +57,12 @@ def window_page_freed_under_a_reader(original, tree, group, node):
     tree.refs[group, node] = references
 
 
-@replaces(HybridBlockManager, "_drop_row")
-def last_pages_kept_by_a_row_that_leaves(original, manager, row):
-    if manager.num_blocks[row]:
-        manager.tables[:, row, manager.num_blocks[row] - 1] = NULL_PAGE
-    original(manager, row)
+@replaces(RowOccupancy, "leave")
+def last_pages_kept_by_a_row_that_leaves(original, occupancy, row):
+    rows = occupancy._rows
+    if rows.num_blocks[row]:
+        rows.pages[:, row, rows.num_blocks[row] - 1] = NULL_PAGE
+    original(occupancy, row)
 
 
 # Retention and eviction
@@ -69,25 +73,25 @@ def last_window_page_not_held(original, tree, node, window_nodes):
     original(tree, node, window_nodes[:-1])
 
 
-@replaces(HybridBlockManager, "_add_resume_point")
-def no_block_more_kept(original, manager, row, last_block, **kwargs):
-    original(manager, row, last_block, **{**kwargs, "since": (last_block + 1) * manager.page_tokens})
+@replaces(RowCommits, "add_resume_point")
+def no_block_more_kept(original, commits, row, last_block, **kwargs):
+    original(commits, row, last_block, **{**kwargs, "since": (last_block + 1) * commits._page_tokens})
 
 
-@replaces(HybridBlockManager, "commit")
-def end_of_prompt_not_kept(original, manager, *args, **kwargs):
-    original(manager, *args, **{**kwargs, "ends_prompt": False})
+@replaces(RowCommits, "commit")
+def end_of_prompt_not_kept(original, commits, *args, **kwargs):
+    original(commits, *args, **{**kwargs, "ends_prompt": False})
 
 
-@replaces(HybridBlockManager, "release")
+@replaces(BlockManager, "release")
 def end_of_generation_not_kept(original, manager, *args, **kwargs):
     original(manager, *args, **{**kwargs, "keep": False})
 
 
-@replaces(HybridBlockManager, "begin")
+@replaces(BlockManager, "begin")
 def divergence_not_kept(original, manager, row, *args, **kwargs):
     has_begun = original(manager, row, *args, **kwargs)
-    manager._junction[row] = -1
+    manager.inspect().rows.junction[row] = -1
     return has_begun
 
 
@@ -108,32 +112,32 @@ def use_does_not_refresh(original, tree, node):
     pass
 
 
-@replaces(HybridBlockManager, "_allocate")
-def evicts_while_memory_is_free(original, manager, *args):
-    manager.tree.evict_one()
-    return original(manager, *args)
+@replaces(PageSupply, "_allocate")
+def evicts_while_memory_is_free(original, supply, *args):
+    supply._tree.evict_one()
+    return original(supply, *args)
 
 
-@replaces(HybridBlockManager, "_commit_block")
-def revival_takes_the_wrong_page(original, manager, row, block, key, **options):
+@replaces(RowCommits, "_commit_block")
+def revival_takes_the_wrong_page(original, commits, row, block, key, **options):
     """Where a tombstone comes back to life, hand over the page of the block after."""
-    tree, tables = manager.tree, manager.tables
-    node = tree.child(int(manager.frontier[row]), key)
+    tree, rows = commits._tree, commits._rows
+    node = tree.child(int(rows.frontier[row]), key)
     for group in tree.windowed_groups:
         is_tombstone = node != NO_NODE and tree.page[group, node] == NULL_PAGE
-        if is_tombstone and block + 1 < manager.num_blocks[row] and tables[group, row, block] != NULL_PAGE:
-            tables[group, row, [block, block + 1]] = tables[group, row, [block + 1, block]]
-    original(manager, row, block, key, **options)
+        if is_tombstone and block + 1 < rows.num_blocks[row] and rows.pages[group, row, block] != NULL_PAGE:
+            rows.pages[group, row, [block, block + 1]] = rows.pages[group, row, [block + 1, block]]
+    original(commits, row, block, key, **options)
 
 
 # The arena
 
 
-@replaces(HybridBlockManager, "_release_block")
-def null_page_freed(original, manager, group, row, block):
-    if manager.tables[group, row, block] == NULL_PAGE:
-        manager.arena.free(group, NULL_PAGE)
-    original(manager, group, row, block)
+@replaces(PageSupply, "release_block")
+def null_page_freed(original, supply, group, row, block):
+    if supply._rows.pages[group, row, block] == NULL_PAGE:
+        supply.arena.free(group, NULL_PAGE)
+    original(supply, group, row, block)
 
 
 @replaces(Arena, "free")
@@ -193,8 +197,8 @@ def tombstone_stays_a_source(original, index, node):
         original(index, node)
 
 
-@replaces(HybridBlockManager, "settle")
-def settle_forgotten(original, manager, expectation):
+@replaces(BlockManager, "withdraw")
+def withdrawal_forgotten(original, manager, expectation):
     pass
 
 
@@ -203,7 +207,7 @@ def preempted_request_expects_nothing(original, queue, request):
     pass
 
 
-@replaces(HybridBlockManager, "rerank")
+@replaces(BlockManager, "rerank")
 def rank_ignores_the_policy(original, manager, expectation, rank):
     pass
 
@@ -259,7 +263,8 @@ def short_block_is_not_passed(original, tree, parent, block):
     pass
 
 
-@replaces(HybridBlockManager, "release")
+@replaces(BlockManager, "release")
 def passed_by_its_own_answer(original, manager, row, token_ids, num_computed, **kwargs):
-    manager.tree.pass_by(manager.nodes[row, : manager.num_committed[row]].tolist())
+    rows = manager.inspect().rows
+    manager.inspect().tree.pass_by(rows.nodes[row, : rows.num_committed[row]].tolist())
     original(manager, row, token_ids, num_computed, **kwargs)

@@ -6,66 +6,68 @@ import dataclasses
 
 from lamella.engine.scheduling import scheduler as scheduler_module
 from lamella.engine.scheduling.scheduler import Scheduler
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
+from lamella.kv_cache.page_supply import PageSupply
 from lamella.model_executor.runner import ModelRunner
 from tests.helpers.planted_faults.planting import replaces
 
 
-@replaces(HybridBlockManager, "_compact")
-def move_forgets_a_row(original, manager, group, in_hand):
-    tables = manager.tables.copy()
-    has_moved = original(manager, group, in_hand)
+@replaces(PageSupply, "compact")
+def move_forgets_a_row(original, supply, group, in_hand=()):
+    pages = supply._rows.pages
+    before = pages.copy()
+    has_moved = original(supply, group, in_hand)
     if has_moved:
-        row = next((row for row in range(tables.shape[1]) if (tables[:, row] != manager.tables[:, row]).any()), None)
+        row = next((row for row in range(pages.shape[1]) if (before[:, row] != pages[:, row]).any()), None)
         if row is not None:
-            manager.tables[:, row] = tables[:, row]
+            pages[:, row] = before[:, row]
     return has_moved
 
 
-@replaces(HybridBlockManager, "_compact")
-def move_forgets_the_tree(original, manager, group, in_hand):
-    page = manager.tree.page.copy()
-    has_moved = original(manager, group, in_hand)
-    manager.tree.page[:] = page
+@replaces(PageSupply, "compact")
+def move_forgets_the_tree(original, supply, group, in_hand=()):
+    page = supply._tree.page.copy()
+    has_moved = original(supply, group, in_hand)
+    supply._tree.page[:] = page
     return has_moved
 
 
-@replaces(HybridBlockManager, "_compact")
-def moved_row_not_stamped(original, manager, group, in_hand):
-    stamps = manager.table_stamps.copy()
-    has_moved = original(manager, group, in_hand)
-    manager.table_stamps[:] = stamps
+@replaces(PageSupply, "compact")
+def moved_row_not_stamped(original, supply, group, in_hand=()):
+    stamps = supply._rows.stamps.copy()
+    has_moved = original(supply, group, in_hand)
+    supply._rows.stamps[:] = stamps
     return has_moved
 
 
-@replaces(HybridBlockManager, "_compact")
-def move_source_and_target_swapped(original, manager, group, in_hand):
-    has_moved = original(manager, group, in_hand)
+@replaces(PageSupply, "compact")
+def move_source_and_target_swapped(original, supply, group, in_hand=()):
+    has_moved = original(supply, group, in_hand)
     if has_moved:
-        last = manager.moves[-1]
-        manager.moves[-1] = last._replace(sources=last.targets, targets=last.sources)
+        last = supply.moves[-1]
+        supply.moves[-1] = dataclasses.replace(last, src_pages=last.dst_pages, dst_pages=last.src_pages)
     return has_moved
 
 
-@replaces(HybridBlockManager, "_compact")
-def pages_in_hand_move(original, manager, group, in_hand):
-    return original(manager, group, ())
+@replaces(PageSupply, "compact")
+def pages_in_hand_move(original, supply, group, in_hand=()):
+    return original(supply, group, ())
 
 
-@replaces(HybridBlockManager, "_compact")
-def copy_target_moves(original, manager, group, in_hand):
-    copies, manager.copies = manager.copies, {}
-    has_moved = original(manager, group, in_hand)
-    manager.copies = copies
+@replaces(PageSupply, "compact")
+def copy_target_moves(original, supply, group, in_hand=()):
+    copies, supply.copies = supply.copies, {}
+    has_moved = original(supply, group, in_hand)
+    supply.copies = copies
     return has_moved
 
 
-@replaces(HybridBlockManager, "_compact")
-def last_page_of_a_move_not_copied(original, manager, group, in_hand):
-    has_moved = original(manager, group, in_hand)
+@replaces(PageSupply, "compact")
+def last_page_of_a_move_not_copied(original, supply, group, in_hand=()):
+    has_moved = original(supply, group, in_hand)
     if has_moved:
-        last = manager.moves[-1]
-        manager.moves[-1] = last._replace(sources=last.sources[:-1], targets=last.targets[:-1])
+        last = supply.moves[-1]
+        supply.moves[-1] = dataclasses.replace(last, src_pages=last.src_pages[:-1], dst_pages=last.dst_pages[:-1])
     return has_moved
 
 
@@ -82,22 +84,22 @@ def moves_in_reverse_order(original, *args):
 
 @replaces(Scheduler, "roll_back")
 def moves_survive_a_failed_step(original, scheduler):
-    moves = list(scheduler.manager.moves)
+    moves = list(scheduler.manager.inspect().supply.moves)
     original(scheduler)
-    scheduler.manager.moves[:] = moves
+    scheduler.manager.inspect().supply.moves[:] = moves
 
 
 @replaces(Scheduler, "roll_back")
 def failed_moves_are_trusted(original, scheduler):
-    scheduler.manager.moves.clear()
+    scheduler.manager.inspect().supply.moves.clear()
     original(scheduler)
 
 
-@replaces(HybridBlockManager, "end_step")
-def moves_run_again(original, manager):
-    moves = list(manager.moves)
-    original(manager)
-    manager.moves[:] = moves
+@replaces(BlockManager, "end_step")
+def moves_run_again(original, manager, **options):
+    moves = list(manager.inspect().supply.moves)
+    original(manager, **options)
+    manager.inspect().supply.moves[:] = moves
 
 
 @replaces(ModelRunner, "_copy_pages")

@@ -3,43 +3,45 @@
 from __future__ import annotations
 
 from lamella.kv_cache import step_pages
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.chunk_pages import ChunkPages
+from lamella.kv_cache.row_commits import RowCommits
 from lamella.kv_cache.step_pages import StepPages
 from tests.helpers.planted_faults.planting import replaces
 
 
-@replaces(HybridBlockManager, "_commit_new_blocks")
-def step_page_committed_to_the_tree(original, manager, row, blocks, **options):
-    first, manager._first_step_page = manager._first_step_page, 2**62
-    nodes = original(manager, row, blocks, **options)
-    manager._first_step_page = first
+@replaces(RowCommits, "_commit_new_blocks")
+def step_page_committed_to_the_tree(original, commits, row, blocks, **options):
+    first, commits._first_step_page = commits._first_step_page, 2**62
+    nodes = original(commits, row, blocks, **options)
+    commits._first_step_page = first
     return nodes
 
 
-@replaces(HybridBlockManager, "_drop_step_pages")
-def step_pages_kept_after_the_step(original, manager, row):
+@replaces(ChunkPages, "drop")
+def step_pages_kept_after_the_step(original, chunks, row):
     pass
 
 
-@replaces(HybridBlockManager, "_drop_step_pages")
-def step_page_freed_to_the_arena(original, manager, row):
-    for group, first, last in manager.step_blocks.get(row, ()):
-        for page in manager.tables[group, row, first:last].tolist():
-            manager.arena.free(group, page)
-    original(manager, row)
+@replaces(ChunkPages, "drop")
+def step_page_freed_to_the_arena(original, chunks, row):
+    for group, first, last in chunks.step_blocks.get(row, ()):
+        for page in chunks._rows.pages[group, row, first:last].tolist():
+            chunks._supply.arena.free(group, page)
+    original(chunks, row)
 
 
-@replaces(HybridBlockManager, "_passing_blocks")
-def window_at_the_end_kept_one_block_late(original, manager, *args):
-    passing = original(manager, *args)
+@replaces(ChunkPages, "passing_blocks")
+def window_at_the_end_kept_one_block_late(original, chunks, *args):
+    passing = original(chunks, *args)
     return [*passing[:-1], *((group, first, last + 1) for group, first, last in passing[-1:])]
 
 
-@replaces(HybridBlockManager, "_passing_blocks")
-def window_where_prompts_part_not_kept(original, manager, row, *args):
-    junction, manager._junction[row] = int(manager._junction[row]), -1
-    passing = original(manager, row, *args)
-    manager._junction[row] = junction
+@replaces(ChunkPages, "passing_blocks")
+def window_where_prompts_part_not_kept(original, chunks, row, *args):
+    junctions = chunks._rows.junction
+    junction, junctions[row] = int(junctions[row]), -1
+    passing = original(chunks, row, *args)
+    junctions[row] = junction
     return passing
 
 

@@ -8,60 +8,65 @@ from typing import Any
 
 import numpy as np
 
-from lamella.engine.scheduling import gathered_tables
 from lamella.engine.scheduling import scheduler as scheduler_module
 from lamella.engine.scheduling.admission import Admission
 from lamella.engine.scheduling.scheduler import Scheduler
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache import gathered_tables
+from lamella.kv_cache.block_manager import BlockManager
+from lamella.kv_cache.page_supply import PageSupply
+from lamella.kv_cache.page_transfers import PageCopies
 from lamella.kv_cache.prefix_tree import PrefixTree
+from lamella.kv_cache.row_commits import RowCommits
+from lamella.kv_cache.row_occupancy import RowOccupancy
+from lamella.kv_cache.row_tables import RowTables
 from tests.helpers.planted_faults.planting import replaced, replaces
 
 # Copy on write
 
 
 def _no_copies(copies):
-    return [tuple(np.zeros(0, dtype=np.int64) for _ in pair) for pair in copies]
+    return [PageCopies(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)) for _ in copies]
 
 
-@replaces(HybridBlockManager, "planned_copies")
-def copy_on_write_without_the_copy(original, manager):
-    return _no_copies(original(manager))
+@replaces(PageSupply, "planned_copies")
+def copy_on_write_without_the_copy(original, supply):
+    return _no_copies(original(supply))
 
 
-@replaces(HybridBlockManager, "planned_copies")
-def copy_on_write_in_the_first_group_only(original, manager):
-    copies = original(manager)
+@replaces(PageSupply, "planned_copies")
+def copy_on_write_in_the_first_group_only(original, supply):
+    copies = original(supply)
     return [*copies[:1], *_no_copies(copies[1:])]
 
 
-@replaces(HybridBlockManager, "begin")
+@replaces(BlockManager, "begin")
 def copy_source_not_locked(original, manager, row, *args, **kwargs):
     has_begun = original(manager, row, *args, **kwargs)
-    for group, source, _ in manager.copies.get(row, ()):
-        manager.tree.refs[group, source] -= 1
+    for group, source, _ in manager.inspect().supply.copies.get(row, ()):
+        manager.inspect().tree.refs[group, source] -= 1
     return has_begun
 
 
 @replaces(Scheduler, "roll_back")
 def failed_step_leaves_its_copies(original, scheduler):
-    copies = dict(scheduler.manager.copies)
+    copies = dict(scheduler.manager.inspect().supply.copies)
     original(scheduler)
-    scheduler.manager.copies.update(copies)
+    scheduler.manager.inspect().supply.copies.update(copies)
 
 
 # Pending blocks
 
 
-@replaces(HybridBlockManager, "commit_ahead")
+@replaces(BlockManager, "commit_ahead")
 def pending_block_copied_from(original, manager, *args, **kwargs):
     original(manager, *args, **kwargs)
-    manager.tree.end_pending()
+    manager.inspect().tree.end_pending()
 
 
-@replaces(HybridBlockManager, "end_step")
-def pending_block_never_settles(original, manager):
+@replaces(BlockManager, "end_step")
+def block_stays_pending(original, manager, **options):
     with replaced(PrefixTree, "end_pending", lambda _, tree: None):
-        original(manager)
+        original(manager, **options)
 
 
 @replaces(Scheduler, "_preempt")
@@ -69,25 +74,26 @@ def failed_step_keeps_what_was_never_computed(original, scheduler, row, **kwargs
     return original(scheduler, row)
 
 
-@replaces(HybridBlockManager, "roll_back")
-def failed_chunk_keeps_what_was_never_computed(original, manager, row, num_computed):
-    manager._unlock_copy_sources(row)
+@replaces(RowOccupancy, "roll_back")
+def failed_chunk_keeps_what_was_never_computed(original, occupancy, row, num_computed):
+    occupancy._supply.drop_copies(row)
     return num_computed
 
 
-@replaces(HybridBlockManager, "commit")
-def block_committed_before_it_is_computed(original, manager, row, token_ids, num_computed, **kwargs):
+@replaces(RowCommits, "commit")
+def block_committed_before_it_is_computed(original, commits, row, token_ids, num_computed, **kwargs):
     # One block more than is complete, where the row has grown it already.
-    ahead = min(num_computed + manager.page_tokens, int(manager.num_blocks[row]) * manager.page_tokens)
-    original(manager, row, token_ids, ahead, **kwargs)
+    page_tokens = commits._page_tokens
+    ahead = min(num_computed + page_tokens, int(commits._rows.num_blocks[row]) * page_tokens)
+    original(commits, row, token_ids, ahead, **kwargs)
 
 
 # The scheduler and its plan
 
 
-@replaces(HybridBlockManager, "next_due")
+@replaces(BlockManager, "next_due")
 def decode_grows_one_block_late(original, manager, row):
-    return original(manager, row) + manager.page_tokens
+    return original(manager, row) + manager.layout.page_tokens
 
 
 @replaces(gathered_tables._ArraySet, "_copy")
@@ -95,8 +101,8 @@ def changed_row_not_rewritten(original, arrays, group, rows, indices):
     original(arrays, group, rows, indices[:-1])
 
 
-@replaces(HybridBlockManager, "_stamp")
-def changed_row_not_stamped(original, manager, group, row):
+@replaces(RowTables, "stamp")
+def changed_row_not_stamped(original, tables, group, row):
     pass
 
 

@@ -60,9 +60,9 @@ def test_text_that_is_taken_back_leaves_no_trace(stops, steps):
         text += piece
         assert matcher.num_held_back() == held_back(text, stops)
         if marked is None:
-            assert matcher.num_unsettled() == held_back(text, stops)
+            assert matcher.num_tentative() == held_back(text, stops)
         else:  # what was certain when the mark was made, and nothing after it
-            assert matcher.num_unsettled() == len(text) - len(marked) + held_back(marked, stops)
+            assert matcher.num_tentative() == len(text) - len(marked) + held_back(marked, stops)
 
 
 def test_old_text_is_forgotten():

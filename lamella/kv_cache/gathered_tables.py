@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lamella.kv_cache.arena import NULL_PAGE
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.row_tables import RowTables
 
 NO_STAMP = -1
 
@@ -21,14 +21,14 @@ class GroupTables(NamedTuple):
 
 class GatheredTables:
     """Keeps what was gathered for earlier steps: of a row that grew by a block one entry is written, a row whose
-    entries changed (`HybridBlockManager.table_stamps`) is copied, the others cost a comparison.
+    entries changed (`RowTables.stamps`) is copied, the others cost a comparison.
 
     Two sets of arrays take turns: what `gather` returned holds until the call after the next, so that one step can
     run while another is planned. Nobody else may write to it.
     """
 
-    def __init__(self, manager: HybridBlockManager) -> None:
-        self._sets = (_ArraySet(manager), _ArraySet(manager))
+    def __init__(self, tables: RowTables) -> None:
+        self._sets = (_ArraySet(tables), _ArraySet(tables))
         self._turn = 0
 
     def gather(self, rows: np.ndarray) -> list[GroupTables]:
@@ -40,24 +40,24 @@ class GatheredTables:
 class _ArraySet:
     """Index i of a group's arrays holds the row whose stamp was `stamps[group, i]`, with `num_blocks[i]` blocks."""
 
-    def __init__(self, manager: HybridBlockManager) -> None:
-        self._manager = manager
-        num_groups, num_rows = manager.first_kept.shape
+    def __init__(self, tables: RowTables) -> None:
+        self._source = tables
+        num_groups, num_rows = tables.first_kept.shape
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
         self._stamps = np.full((num_groups, num_rows), NO_STAMP, dtype=np.int64)
         self._first_blocks = np.zeros((num_groups, num_rows), dtype=np.int64)
         self._tables = [np.zeros((num_rows, 0), dtype=np.int64)] * num_groups
 
     def gather(self, rows: np.ndarray) -> list[GroupTables]:
-        manager, count = self._manager, len(rows)
-        num_blocks = manager.num_blocks[rows]
-        first_kept = manager.first_kept.take(rows, axis=1)  # [num_groups, R]
+        source, count = self._source, len(rows)
+        num_blocks = source.num_blocks[rows]
+        first_kept = source.first_kept.take(rows, axis=1)  # [num_groups, R]
         for group, needed in enumerate(np.maximum.reduce(num_blocks - first_kept, axis=1).tolist()):
             width = _roomy(needed)
             if self._tables[group].shape[1] != width:
                 self._tables[group] = np.empty((len(self._num_blocks), width), dtype=np.int64)
                 self._stamps[group] = NO_STAMP
-        stamps = manager.table_stamps.take(rows, axis=1)
+        stamps = source.stamps.take(rows, axis=1)
         growth = num_blocks - self._num_blocks[:count]
         grown = (growth == 1).nonzero()[0]
         is_stale = (stamps != self._stamps[:, :count]) | (growth > 1)  # [num_groups, R]
@@ -66,7 +66,7 @@ class _ArraySet:
         for group, table in enumerate(self._tables):
             # Where an index is stale as well, `_copy` overwrites it.
             columns = last_blocks - first_kept[group, grown]
-            table[grown, columns] = manager.tables[group, grown_rows, last_blocks]
+            table[grown, columns] = source.pages[group, grown_rows, last_blocks]
             self._copy(group, rows, is_stale[group].nonzero()[0])
         self._num_blocks[:count] = num_blocks
         self._stamps[:, :count] = stamps
@@ -79,7 +79,7 @@ class _ArraySet:
         """Write the whole table of these indices (int64)."""
         if not len(indices):
             return
-        source, target = self._manager.tables[group], self._tables[group]
+        source, target = self._source.pages[group], self._tables[group]
         width, max_blocks = target.shape[1], source.shape[1]
         copied, first = rows[indices], self._first_blocks[group, indices]
         if width <= max_blocks and not np.count_nonzero(first):

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from lamella.engine.scheduling.gathered_tables import GatheredTables
 from lamella.kv_cache.arena import NULL_PAGE
-from lamella.kv_cache.block_manager import HybridBlockManager
+from lamella.kv_cache.block_manager import BlockManager
+from lamella.kv_cache.gathered_tables import GatheredTables
 from lamella.kv_cache.layout import build_layout
 from tests.helpers.fake_executor import foretell
 from tests.helpers.simulation import Simulation, chunked, full, sliding
@@ -48,7 +48,7 @@ def test_a_plan_has_the_rows_tables_and_keeps_them(seed):
 
 class TestGather:
     def manager(self, max_blocks=40):
-        return HybridBlockManager(
+        return BlockManager(
             build_layout([full(), sliding(9)], page_tokens=4), num_slabs=400, num_rows=4,
             max_model_len=4 * max_blocks, interval_tokens=4,
         )  # fmt: skip
@@ -61,16 +61,16 @@ class TestGather:
         gathered = tables.gather(np.array(rows))
         for group, (block_tables, first_blocks) in enumerate(gathered):
             assert block_tables.flags.c_contiguous
-            assert first_blocks.tolist() == manager.first_kept[group, rows].tolist()
+            assert first_blocks.tolist() == manager.inspect().rows.first_kept[group, rows].tolist()
             for pages, row, first in zip(block_tables.tolist(), rows, first_blocks.tolist(), strict=True):
-                own = [page for page in manager.tables[group, row, first:].tolist() if page != NULL_PAGE]
+                own = [page for page in manager.inspect().rows.pages[group, row, first:].tolist() if page != NULL_PAGE]
                 assert pages == own + [NULL_PAGE] * (len(pages) - len(own))
         return [block_tables.shape[1] for block_tables, _ in gathered]
 
     def test_arrays_get_wider_when_a_row_outgrows_them_and_narrower_when_it_is_gone(self):
         """A row of 6 blocks needs 6 columns and gets 8; one of 40 blocks gets 40, the most there is."""
         manager = self.manager()
-        tables = GatheredTables(manager)
+        tables = GatheredTables(manager.inspect().rows)
         self.start(manager, 0, 24)
         self.start(manager, 1, 60)
         for _ in range(3):
@@ -85,7 +85,7 @@ class TestGather:
     def test_rows_that_skip_a_step_are_found_again(self):
         """Meanwhile the arrays were replaced, for another row needed wider ones."""
         manager = self.manager()
-        tables = GatheredTables(manager)
+        tables = GatheredTables(manager.inspect().rows)
         for row in range(3):
             self.start(manager, row, 12)
         for _ in range(2):
@@ -100,7 +100,7 @@ class TestGather:
 
     def test_the_next_plan_leaves_this_one_alone(self):
         manager = self.manager()
-        tables = GatheredTables(manager)
+        tables = GatheredTables(manager.inspect().rows)
         self.start(manager, 0, 8)
         rows = np.array([0])
         for length in range(9, 60):
@@ -112,7 +112,7 @@ class TestGather:
     def test_a_row_that_another_request_took_over(self):
         """The same number of blocks, other pages."""
         manager = self.manager()
-        tables = GatheredTables(manager)
+        tables = GatheredTables(manager.inspect().rows)
         self.start(manager, 0, 16)
         for _ in range(2):
             self.assert_right(manager, tables, [0])

@@ -1,0 +1,27 @@
+"""A look inside a block manager, for checks, tests and tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lamella.kv_cache.arena import Arena
+from lamella.kv_cache.chunk_pages import ChunkPages
+from lamella.kv_cache.page_supply import PageSupply
+from lamella.kv_cache.prefix_tree import PrefixTree
+from lamella.kv_cache.row_commits import RowCommits
+from lamella.kv_cache.row_tables import RowTables
+from lamella.kv_cache.step_pages import StepPages
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The parts as they are, not copies. To be looked at: what is changed here, no contract covers. `clear` makes all
+    of them anew."""
+
+    rows: RowTables
+    tree: PrefixTree
+    arena: Arena
+    supply: PageSupply
+    step_pages: StepPages
+    chunks: ChunkPages
+    commits: RowCommits
