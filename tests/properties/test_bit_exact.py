@@ -10,6 +10,7 @@ import torch
 from lamella import LLM, SamplingParams
 from lamella.native.library import load_library
 from tests.helpers.step_page_watch import NAN_BYTE, watch_step_pages
+from tests.helpers.tiny_decoders import save_tiny_decoder
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 NUM_TOKENS = 40
@@ -96,6 +97,38 @@ def test_preemption_does_not_change_a_bit(folder, alone):
     with engine(folder, kv_cache_memory_bytes=16 * PAGE_BYTES, max_num_batched_tokens=32, max_model_len=200) as llm:
         assert answers(llm, prompts) == alone
         assert answers(llm, prompts[::-1]) == alone[::-1]
+        assert llm.engine.stats().num_preemptions > 0
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen2 as a hybrid"])
+def other_family(request, tmp_path_factory):
+    """A folder with a model that has no head norms and two norms a layer; Qwen2's has biases on Q, K and V."""
+    path = tmp_path_factory.mktemp("family")
+    save_tiny_decoder(path, request.param, seed=5)
+    return str(path)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "w8a8"])
+def test_bits_of_other_families(other_family, quantization):
+    """As above: by themselves, together in chunks, from the cache, and preempted."""
+    prompts, settings = make_prompts(), {"quantization": quantization}
+    with engine(
+        other_family, max_num_seqs=1, enable_prefix_caching=False, max_num_batched_tokens=512, **settings
+    ) as llm:
+        alone = [answers(llm, [prompt])[0] for prompt in prompts]
+    with engine(other_family, max_num_batched_tokens=23, **settings) as llm:
+        assert answers(llm, prompts[::-1]) == alone[::-1]
+        assert answers(llm, prompts) == alone, "the second time, from the cache"
+        assert llm.engine.stats().kv_cache.hits.num_partial_tokens > 0
+    num_layers, tight = 4, 16 * PAGE_BYTES
+    with engine(
+        other_family,
+        kv_cache_memory_bytes=tight * num_layers // 6,
+        max_num_batched_tokens=32,
+        max_model_len=200,
+        **settings,
+    ) as llm:
+        assert answers(llm, prompts) == alone
         assert llm.engine.stats().num_preemptions > 0
 
 

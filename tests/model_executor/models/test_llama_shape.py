@@ -1,0 +1,141 @@
+"""Configs of Llama's shape: defaults are transformers', and what is not built is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from lamella.errors import ModelLoadError
+from lamella.model_executor.models.config import ModelConfig
+from lamella.model_executor.models.registry import parse_config
+from lamella.model_executor.models.typed_fields import TypedFields
+
+ARCHITECTURES = ("Llama", "Mistral", "Qwen2")
+
+
+def parsed(architecture: str, **fields: Any) -> ModelConfig:
+    return parse_config(TypedFields({"architectures": [f"{architecture}ForCausalLM"], **fields}, "config.json"))
+
+
+def theirs(architecture: str, **fields: Any) -> Any:
+    return getattr(transformers, f"{architecture}Config")(**fields)
+
+
+def equal(ours: ModelConfig, config: Any) -> None:
+    assert (ours.vocab_size, ours.hidden_size, ours.num_layers) == (
+        config.vocab_size,
+        config.hidden_size,
+        config.num_hidden_layers,
+    )
+    assert ours.rms_norm_eps == config.rms_norm_eps
+    assert ours.max_position_embeddings == config.max_position_embeddings
+    assert ours.tie_word_embeddings == config.tie_word_embeddings
+    assert ours.bos_token_id == config.bos_token_id
+    assert ours.eos_token_ids == (() if config.eos_token_id is None else (config.eos_token_id,))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for layer in ours.layers:
+        attention = layer.attention
+        assert (attention.num_heads, attention.num_kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
+        assert (attention.k_dim, attention.v_dim) == (head_dim, head_dim)
+        assert attention.scale == head_dim**-0.5
+        assert attention.rotary is not None
+        assert (attention.rotary.dim, attention.rotary.theta) == (head_dim, config.rope_parameters["rope_theta"])
+        assert attention.rotary.position_divisor == config.rope_parameters.get("factor", 1.0)
+        assert layer.mlp.width == config.intermediate_size
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_attention_heads": 16, "num_key_value_heads": 8},
+        {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
+        {"rope_theta": 500000.0},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 3e5},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}, "rope_scaling": None},
+        {"bos_token_id": 3, "eos_token_id": 4, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    ],
+    ids=str,
+)
+def test_fields_and_defaults_are_those_of_transformers(architecture: str, fields: dict[str, Any]) -> None:
+    equal(parsed(architecture, **fields), theirs(architecture, **fields))
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen2"])
+def test_kv_heads_that_are_null_are_as_many_as_heads(architecture: str) -> None:
+    fields = {"num_attention_heads": 16, "num_key_value_heads": None}
+    equal(parsed(architecture, **fields), theirs(architecture, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 77}, 77)], ids=str
+)
+def test_mistrals_window_is_in_every_layer(fields: dict[str, Any], window: int | None) -> None:
+    assert theirs("Mistral", **fields).sliding_window == window
+    assert {layer.attention.window_tokens for layer in parsed("Mistral", **fields).layers} == {window}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "max_window_layers": 5, "sliding_window": 64},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"sliding_window": 64, "max_window_layers": 0},
+        {"use_sliding_window": True, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    ],
+    ids=str,
+)
+def test_qwen2_slides_where_transformers_does(fields: dict[str, Any]) -> None:
+    config = theirs("Qwen2", **fields)
+    attentions = [layer.attention for layer in parsed("Qwen2", **fields).layers]
+    assert [attention.kind for attention in attentions] == config.layer_types
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    assert [attention.window_tokens for attention in attentions] == [
+        config.sliding_window if each else None for each in slides
+    ]
+
+
+def test_which_layers_have_biases() -> None:
+    def biases(config: ModelConfig) -> set[tuple[bool, bool, bool]]:
+        return {
+            (layer.attention.has_qkv_bias, layer.attention.has_output_bias, layer.mlp.has_bias)
+            for layer in config.layers
+        }
+
+    assert biases(parsed("Llama")) == {(False, False, False)}
+    assert biases(parsed("Llama", attention_bias=True)) == {(True, True, False)}
+    assert biases(parsed("Llama", mlp_bias=True)) == {(False, False, True)}
+    assert biases(parsed("Qwen2")) == {(True, False, False)}
+    assert biases(parsed("Mistral")) == {(False, False, False)}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size=100.*multiple of num_attention_heads"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4, "head_dim": 8}, "6 attention heads cannot share 4"),
+        ({"head_dim": 7}, "head_dim=7"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not built"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}, "low_freq_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"eos_token_id": 10**6}, "eos_token_id=1000000"),
+    ],
+    ids=str,
+)
+def test_what_is_not_built_is_refused(architecture: str, fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ModelLoadError, match=told):
+        parsed(architecture, **fields)
+
+
+def test_sliding_layers_without_a_window_are_refused() -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    with pytest.raises(ModelLoadError, match=r"layer_types.*use_sliding_window is off"):
+        parsed("Qwen2", num_hidden_layers=2, layer_types=kinds)
