@@ -14,7 +14,7 @@ import numpy as np
 
 from lamella.errors import LamellaError
 
-# Counts of tokens and the like are int32 or int64 somewhere below; beyond this they mean nothing to any model.
+# Counts of tokens and the like are kept as int32 or int64 further down. No model has any use for larger ones.
 MOST_TOKENS = 2**31 - 1
 MOST_SEED = 2**64 - 1
 _MOST_SHOWN = 120
@@ -24,7 +24,8 @@ def shown(value: object) -> str:
     """The value as an error writes it: never longer than a line or two, whatever it is."""
     try:
         text = repr(value)
-    except Exception:  # Python writes no integer of more than 4,300 digits, and a repr may be anyone's code
+    # Python refuses to write integers of more than 4,300 digits, and a type's repr may raise anything.
+    except Exception:
         if isinstance(value, int):
             return f"<an integer of {value.bit_length()} bits>"
         return f"<a {type(value).__name__} that cannot be written>"

@@ -170,7 +170,7 @@ def generate(ctx: click.Context, prompts: tuple[str, ...], prompts_file: Path | 
         raise click.UsageError("there is no prompt; give --prompt or --prompts-file")
     try:
         params = SamplingParams(**sampling_options.given(ctx))
-    except LamellaError as error:  # here, since its seed is not the engine's
+    except LamellaError as error:  # caught here, since its --seed is not the engine's
         raise Refusal(with_flags(str(error), sampling_options.flags)) from error
     with LLM(**engine_options.given(ctx)) as llm:
         try:

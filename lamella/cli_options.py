@@ -70,8 +70,8 @@ class Refusal(click.ClickException):
 
 
 def with_flags(text: str, flags: Mapping[str, str]) -> str:
-    """`text` with flags in the place of Python's names: a name of one word only where a value follows, since it may be
-    a word like any other."""
+    """`text` with flags in the place of Python's names: a name of one word is replaced only where a value follows,
+    since it may be an ordinary word."""
     names = sorted(flags, key=len, reverse=True)
     patterns = [re.escape(name) + ("" if "_" in name else "(?==)") for name in names]
     if not names:

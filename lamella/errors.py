@@ -25,8 +25,8 @@ class RequestError(LamellaError, ValueError):
 
 
 class UnsupportedArgumentError(ConfigError, RequestError):
-    """An argument of vLLM's that lamella has not, at a value that asks for something: of an engine or of a request,
-    which a script that is being ported need not tell apart."""
+    """An argument of vLLM's that lamella does not have, with a value that asks for something. It is one class for
+    engines and requests, so that a script that is being ported need not tell them apart."""
 
 
 class EngineClosedError(LamellaError, RuntimeError):

@@ -110,7 +110,7 @@ def _triton_backend() -> AttentionBackend:
 
 
 def _xformers_problem(device: torch.device) -> str | None:
-    """Why xformers cannot be used on `device`; None if it can. (Triton's kernels stand in where its masks end.)"""
+    """Why xformers cannot be used on `device`; None if it can. (What its masks cannot express, Triton's kernels do.)"""
     if device.type != "cuda":
         return f"its operators run on CUDA devices, not on {device}"
     try:

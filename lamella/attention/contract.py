@@ -19,8 +19,8 @@ class AttentionParams:
 
     scale multiplies q.k; softcap c (or None) turns a score s into c * tanh(s / c); sinks, float32
     [num_heads] or None, are per-head logits that join the softmax's denominator only (GPT-OSS).
-    k_scale, v_scale: pages hold K / k_scale and V / v_scale, so that they lie well in the range of 8 bits. 1 for KV in
-    the model's own dtype: the native backend knows no other.
+    k_scale, v_scale: pages hold K / k_scale and V / v_scale, so that they lie well in the range of 8 bits. They are 1
+    for KV in the model's own dtype; the native backend accepts nothing else.
 
     Raises ConfigError for a k_scale or v_scale that is not positive and finite.
     """
@@ -151,7 +151,7 @@ def attend(
     if (key is None) != (value is None):
         raise InvariantError("attention got only one of K and V; pass both, or neither for a layer that shares KV")
     if key is not None and value is not None:
-        # In float32: rounding the quotient to 16 bits first would round twice.
+        # Divide in float32: a quotient in 16 bits would be rounded twice, here and when it is stored.
         if params.k_scale != 1.0:
             key = key.float() / params.k_scale
         if params.v_scale != 1.0:

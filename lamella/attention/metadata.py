@@ -54,13 +54,14 @@ class AttentionMetadata:
         return len(self.seq_lens_host)
 
     def of_tokens(self, tokens: np.ndarray) -> AttentionMetadata:
-        """The same context with only some of the new tokens (int64 [n], ascending): neighbours of one request are a
-        request that ends with the last of them. Made once."""
+        """The same context with only some of the new tokens (int64 [n], ascending): each run of neighbours in a request
+        becomes a request of its own, which ends with the last of them. Made once for the same tokens."""
         key = ("of_tokens", tokens.tobytes())
         found = self.derived.get(key)
         if found is None:
             request_of = np.searchsorted(self.query_start_host, tokens, side="right") - 1
-            # From one to the next this grows by 1 only if neither a token nor a request's end lies in between.
+            # The sum grows by exactly 1 from a token to the next one if no left-out token and no end of a request lies
+            # between them.
             starts = np.flatnonzero(np.diff(tokens + request_of, prepend=-2) != 1)
             requests = request_of[starts]
             query_start = np.append(starts, len(tokens))
@@ -101,7 +102,8 @@ def require_covering_tables(
     first_keys: np.ndarray,
 ) -> None:
     """Raise InvariantError where a block table starts above what its request's first query sees. The arrays are the
-    host's, see AttentionMetadata. For kernels that cannot raise: they would read another's memory."""
+    host's, see AttentionMetadata. This is for kernels, which cannot raise themselves and would read another request's
+    memory."""
     first_query = seq_lens - np.diff(query_start)
     first = np.maximum(spec.first_visible_each(first_query), first_keys)
     late = np.flatnonzero(first // page_tokens < first_blocks)
@@ -113,7 +115,8 @@ def require_covering_tables(
 
 
 def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A view on a CPU; elsewhere a copy that nobody waits for, from memory that is free again when it is done."""
+    """The array as a tensor on `device`. On a CPU it is a view; elsewhere a copy that nobody waits for, whose pinned
+    source is freed when the copy is done."""
     host = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 

@@ -15,7 +15,8 @@ from lamella.native.attention import AttentionKernels, Batch, Pages
 from lamella.native.decoder import DecoderWeights, LayerStep, PagedLayer, Visibility
 from lamella.native.library import PANEL
 
-TILE_ROWS = 96  # query heads of a KV head times queries: their sums and scores fit the second-level cache
+# Most rows of a tile (query heads of a KV head, times queries): their sums and scores fit the second-level cache.
+TILE_ROWS = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Plan:
 
 
 def native_supports(spec: KVCacheSpec, dtype: torch.dtype, page_tokens: int) -> str | None:
-    """Why the native backend can't keep such KV; None: it can."""
+    """Why the native backend cannot keep such KV; None: it can."""
     if dtype != torch.float32:
         return f"KV is {dtype}, and the kernels read float32"
     if page_tokens % PANEL:
@@ -143,13 +144,14 @@ class NativeBackend:
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        """Decode rows and prefill rows in one call: threads need not wait for each other in between."""
+        """Decode rows and prefill rows in one call, so that threads need not wait for each other in between."""
         self._attend(params, cache, query, metadata, out, 0, metadata.num_requests)
 
     def layer_step(
         self, params: AttentionParams, rotary: tuple[torch.Tensor, torch.Tensor] | None, metadata: AttentionMetadata
     ) -> LayerStep:
-        """What the step has for layers of such attention. rotary: cos and sin, float32 [T, 1, rotary_dim / 2]."""
+        """What layers with these params and this rotary embedding share in a step. rotary: cos and sin, each float32
+        [T, 1, rotary_dim / 2]."""
         batch = _plan(params, metadata, 0, metadata.num_requests).batch
         return LayerStep(batch, metadata.slot_mapping, *(rotary or (None, None)))
 
@@ -161,7 +163,7 @@ class NativeBackend:
         transform: HeadTransform,
         metadata: AttentionMetadata,
     ) -> None:
-        """K and V alone: [T, num_kv_heads * (k_dim + v_dim)]."""
+        """Write K and V, and attend with nothing. keys_values: [T, num_kv_heads * (k_dim + v_dim)]."""
         self._transform(0, _pages(cache), keys_values, transform, metadata.slot_mapping)
 
     def attend_queries(
@@ -172,7 +174,8 @@ class NativeBackend:
         transform: HeadTransform,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Queries alone, [T, num_heads * k_dim] -> [T, num_heads, v_dim]; K and V are in their pages."""
+        """Attend with queries [T, num_heads * k_dim] -> [T, num_heads, v_dim] and write nothing: K and V are in their
+        pages."""
         pages = _pages(cache)
         no_keys = Pages(
             pages.keys, pages.values, pages.unit_floats, pages.page_tokens, 0, pages.k_dim, pages.v_dim, pages.num_ids
@@ -241,7 +244,7 @@ def _pages(cache: LayerCache) -> Pages:
 
 
 def make_plan(spec: KVCacheSpec, num_heads: int, metadata: AttentionMetadata, start: int, stop: int) -> Plan:
-    """Tiles of requests [start, stop), the dearest first, so that no thread is left with a long one at the end.
+    """Tiles of requests [start, stop). Those that cost most come first, so that no thread begins a long one at the end.
 
     Raises InvariantError where a block table lacks a page that a query sees.
     """

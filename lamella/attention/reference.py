@@ -35,7 +35,7 @@ def visible_mask(spec: KVCacheSpec, query_positions: torch.Tensor, key_positions
 
 
 class ReferenceBackend:
-    """Clear, not fast. A key that a query does not see is never multiplied: it is not selected.
+    """Clear, not fast. Keys that a query does not see are not selected, so nothing is ever multiplied with them.
 
     `decode` and `prefill` raise InvariantError where the block table lacks a page that a query sees.
     """

@@ -1,4 +1,4 @@
-"""Attention in eager PyTorch: the token-major page layout, KV writes, and the way to the kernels."""
+"""Attention in eager PyTorch: the token-major page layout and KV writes. Decode and prefill have files of their own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class TorchBackend:
         if tokens is not None:
             key = key[tokens]
             value = value[tokens]
-        # The views overlap themselves where a page spans several ids; the ids in use never do.
+        # Where a page spans several ids the view overlaps itself. Pages in use never overlap, so what is written stays
+        # right.
         cache.keys.index_put_((page_ids, offsets), to_kv_dtype(key, cache.keys.dtype))
         cache.values.index_put_((page_ids, offsets), to_kv_dtype(value, cache.values.dtype))
 
@@ -73,7 +74,7 @@ class TorchBackend:
 
 
 def _k_scale_folded(params: AttentionParams) -> AttentionParams:
-    """What gives the same scores if K is taken as it is stored."""
+    """Params with k_scale moved into the scale: they give the same scores from K as it is stored."""
     if params.k_scale == 1.0:
         return params
     return dataclasses.replace(params, scale=params.scale * params.k_scale, k_scale=1.0)

@@ -98,7 +98,7 @@ def decode(
         for piece in batch.pieces:
             values = _gather(value_pages, piece.page_ids, buffer)
             rows = values.view(num_requests * piece.num_tokens, -1)
-            # Weight 0 times NaN is NaN: what no query sees must be a number too.
+            # A weight of 0 times NaN is NaN, so values that no query sees must be replaced by numbers.
             rows.index_fill_(0, piece.hidden_rows, 0)
             values = rows.view(num_requests, piece.num_tokens, spec.num_kv_heads, spec.v_dim)
             _weigh(weights[..., first : first + piece.num_tokens], values, attended, add=first > 0)
@@ -172,7 +172,7 @@ def plan_decode(spec: KVCacheSpec, metadata: AttentionMetadata) -> DecodePlan:
         requests = order[start:stop]
 
         columns = first_column[requests, None] + np.minimum(np.arange(pages_each), num_pages[requests, None] - 1)
-        # Padding repeats the last page. A null page is none that a query sees; any page may stand in.
+        # Padding repeats the last page. No query sees a null page, so any page may be read in its place.
         page_ids = np.maximum(metadata.block_tables_host[requests[:, None], columns], 0)  # [requests, pages_each]
         offsets = np.arange(pages_each * page_tokens) + first[requests, None] // page_tokens * page_tokens
         hidden = (offsets < first[requests, None]) | (offsets > last[requests, None])  # [requests, tokens]

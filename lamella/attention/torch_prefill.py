@@ -69,8 +69,8 @@ def prefill(
         tiles = request.tiles
         first, stop = tiles[0].first_key, tiles[-1].stop_key
         if not math.isfinite(values[first:stop].sum().item()):
-            # A NaN that one query sees must not reach the others by way of 0 * NaN. A tile of one
-            # query has no masked key.
+            # A NaN that one query sees must not reach the others through 0 * NaN. A tile of one query is safe: it has
+            # no masked key.
             num_queries = request.stop - request.start
             tiles = _tiles(
                 params, request.first_position, num_queries, request.lowest_key, request.base, 1, {}, values.device

@@ -33,4 +33,4 @@ def check_write(cache: LayerCache, key: torch.Tensor, value: torch.Tensor, metad
             raise InvariantError(
                 f"slot_mapping holds {lowest if lowest < -1 else highest}; a slot must lie in [-1, {stop})"
             )
-        metadata.derived["checked slots", stop] = True  # what a group's first layer finds holds for the others
+        metadata.derived["checked slots", stop] = True  # checked by a group's first layer, and true for the others

@@ -104,7 +104,7 @@ class XformersBackend:
         requests: range,
         out: torch.Tensor,
     ) -> bool:
-        """query and out hold the rows of `requests`. False: not done, for xformers cannot."""
+        """query and out hold the rows of `requests`. False: xformers cannot do it, and nothing was done."""
         spec = params.spec
         reason = inexpressible(params, cache)
         if reason is not None:
@@ -119,7 +119,8 @@ class XformersBackend:
             is_decode = requests.stop == metadata.num_decodes
             if not (is_decode and self._decode_on_pages(params, cache, query, metadata, out)):
                 self._attend_gathered(params, cache, query, metadata, requests, out)
-        except NotImplementedError:  # xformers knows only when asked which of its operators this device and shape have
+        # Whether xformers has an operator for this device and shape shows only when it is called.
+        except NotImplementedError:
             self._refused.add(shape)
             self._log_once(
                 f"none of its operators takes heads of {spec.k_dim} and {spec.v_dim} dimensions in {query.dtype} on "
@@ -223,8 +224,9 @@ def pages_per_id(cache: LayerCache) -> int | None:
     """How many pages of K lie between two page ids, where xformers can read pages in place; None where not.
 
     Its paged masks see K, and V likewise, as one array of pages without gaps, both with the same table. K and V of a
-    page have equal sizes and lie side by side with other layers', so that is given where the unit is a whole number of
-    them: then the array is the arena itself, from the layer's first page on, and the table counts in such steps.
+    page have equal sizes and lie side by side with other layers', so this works where the unit is a whole number of
+    such pages: then the array is the arena itself, from the layer's first page on, and the table counts in steps of
+    that size.
     """
     _, page_tokens, _, dim = cache.keys.shape
     page_elements = cache.keys[0].numel()

@@ -84,7 +84,7 @@ def pack_keys(spec: KVCacheSpec, metadata: AttentionMetadata, requests: range) -
     owners = blocks.requests[rows]
     columns = positions // page_tokens - metadata.first_blocks_host[owners]
     page_ids = metadata.block_tables_host[owners, columns]
-    # Only a padded row sees a null page; what it gets is not read.
+    # Only padded rows see a null page, and nobody reads their results.
     page_ids = np.maximum(page_ids, 0)
     return PackedKeys(mask, to_device(page_ids, device), to_device(positions % page_tokens, device))
 
@@ -92,9 +92,9 @@ def pack_keys(spec: KVCacheSpec, metadata: AttentionMetadata, requests: range) -
 def paged_mask(spec: KVCacheSpec, metadata: AttentionMetadata, pages_per_id: int) -> Any | None:
     """The mask of the decode requests over pages as they lie, page id p at `p * pages_per_id`.
 
-    None where a request has no KV from some position on down, and the first keys that xformers reads with those it
-    sees lie there: they were never written, and xformers multiplies by zero what it masks, not a number or not.
-    Raises InvariantError where a block table starts above what is seen.
+    None where xformers would read keys that were never written: those below a request's first key. It masks by
+    multiplying with zero, which does not remove a NaN. Raises InvariantError where a block table starts above what is
+    seen.
     """
     from xformers.ops.fmha.attn_bias import BlockDiagonalGappyKeysMask, PagedBlockDiagonalGappyKeysMask
 

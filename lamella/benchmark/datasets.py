@@ -89,7 +89,7 @@ class PrefixRepetitionDataset:
         check_lengths(self.prefix_len + self.suffix_len, self.output_len, context)
         if (
             context.vocab_size ** min(self.prefix_len, 64) < self.num_prefixes
-        ):  # the power of 64 is more than any number
+        ):  # 64 to that power is more than any number of prompts
             raise ConfigError(
                 f"there are no {self.num_prefixes} distinct prefixes of {self.prefix_len} tokens from a vocabulary "
                 f"of {context.vocab_size}; raise --prefix-repetition-prefix-len"
@@ -197,7 +197,7 @@ class TraceDataset:
             prompt: list[int] = []
             for hash_id in hash_ids[: -(-input_len // block_len)]:
                 prompt += _block_tokens(context, hash_id, block_len)
-            # No id covers the rest, so nothing shares it: the row number makes it the request's own.
+            # The rest has no id, so no other request shares it. The row number in the key makes it the request's own.
             rng = np.random.default_rng((context.seed, 1, row))
             prompt += _random_tokens(rng, context.vocab_size, max(0, input_len - len(prompt)))
             yield BenchmarkRequest(prompt[:input_len], output_len)
@@ -221,7 +221,7 @@ class TraceDataset:
             yield _length(where, row, "input_length"), _length(where, row, "output_length"), hash_ids
 
     def _azure_rows(self) -> Iterator[tuple[int, int, list[int]]]:
-        numbers = [0]  # of the line that was read last
+        numbers = [0]  # number of the line that was read last
 
         def texts() -> Iterator[str]:
             for number, text in numbered_lines(self.path):

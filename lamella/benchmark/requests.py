@@ -41,7 +41,7 @@ class DrawContext:
 
 
 def check_lengths(prompt_len: int, output_len: int, context: DrawContext) -> None:
-    """ConfigError for a request that the model cannot hold: asked before so many tokens are drawn."""
+    """ConfigError for a request that the model cannot hold: called before so many tokens are drawn."""
     if prompt_len + output_len > context.max_model_len:
         raise ConfigError(
             f"a prompt of {prompt_len} tokens with {output_len} to generate exceeds "

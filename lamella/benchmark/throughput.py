@@ -39,7 +39,7 @@ class ThroughputArgs:
     def __post_init__(self) -> None:
         NUM_PROMPTS.check("num_prompts", self.num_prompts, ConfigError)
         WholeRange(0, NUM_PROMPTS.most).check("num_warmups", self.num_warmups, ConfigError)
-        SamplingParams(temperature=self.temperature)  # raises what is wrong with it
+        SamplingParams(temperature=self.temperature)  # raises where it is out of range
         check_output_path("output_json", self.output_json)  # found out now rather than after the run
 
 
@@ -71,7 +71,7 @@ class ThroughputResult:
         return self.num_cached_tokens / self.num_prompt_tokens
 
     def to_json(self) -> dict[str, Any]:
-        """vLLM's keys, and those that it lacks."""
+        """The result as JSON: vLLM's keys, then lamella's own."""
         return {
             "model_id": self.model_id,
             "elapsed_time": self.elapsed_seconds,
@@ -162,7 +162,8 @@ def _generate(llm: LLM, requests: tuple[BenchmarkRequest, ...], temperature: flo
 
 
 def _warmup_requests(requests: tuple[BenchmarkRequest, ...], context: DrawContext) -> tuple[BenchmarkRequest, ...]:
-    """Random prompts of the given requests' lengths: their own would fill the prefix cache before the run."""
+    """Random prompts as long as those of the given requests, whose own prompts would fill the prefix cache before the
+    run."""
     rng = np.random.default_rng((context.seed, 2))
     return tuple(
         BenchmarkRequest(

@@ -23,7 +23,7 @@ KV_SPLITS = ("elastic", "ratio")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
-# What arrays of one entry per request, per token of a step and per page may grow to.
+# The ranges keep arrays small that have one entry for each request, each token of a step or each page.
 WHOLE_NUMBERS = {
     "seed": WholeRange(0, MOST_SEED),
     "max_num_seqs": WholeRange(1, 2**16),
@@ -169,7 +169,7 @@ class EngineConfig:
         for name in _TRUTH_VALUES:
             if name != "async_scheduling" or self.async_scheduling is not None:
                 self._set(name, truth_value(name, getattr(self, name), ConfigError))
-        RetentionPolicy(self.retention, self.retention_grid_tokens)  # raises what is wrong with them
+        RetentionPolicy(self.retention, self.retention_grid_tokens)  # raises ConfigError where one is wrong
         if self.swa_full_tokens_ratio is not None:
             self._set("swa_full_tokens_ratio", check_ratio(self.swa_full_tokens_ratio))
             if self.kv_split != "ratio":

@@ -6,8 +6,8 @@ Ownership of the characters of one request's text while it runs:
     take_delta() has returned these    next delta      bytes that may    may become a      unfinished UTF-8
                                                        be spoilt yet     stop string
 
-The last two but one overlap. `text` is all up to what is held back; when the request finishes, it is everything up to
-the cut.
+Tentative and held back may overlap. `text` is everything before what is held back; when the request finishes, it is
+everything up to where a stop string or an end token cuts it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class IncrementalDetokenizer:
     ) -> None:
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None
-        self._token_ids: list[int] = []  # those whose text counts
+        self._token_ids: list[int] = []  # tokens that are part of the text: no end token that is left out
         self._num_tokens = 0
         self._given: list[str] = []  # what take_delta has returned
         self._num_given = 0
-        self._pieces: list[str] = []  # the text after that
-        self._num_chars = 0  # of all the text
+        self._pieces: list[str] = []  # decoded text that take_delta has not returned, in order
+        self._num_chars = 0  # of the text, whether returned or not
         self._final_text: str | None = None
         self._stops = StopMatcher(stop_strings or StopStrings(params.stop)) if params.stop else None
         at_end_only = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
@@ -110,7 +110,7 @@ class IncrementalDetokenizer:
                 self._final_text = self._tokenizer.decode(self._token_ids, self._params.skip_special_tokens)
 
     def take_delta(self) -> str:
-        """What the text has more than earlier calls returned: all deltas joined are the text."""
+        """The part of the text that no earlier call has returned: all deltas joined are the text."""
         if self._final_text is not None:
             delta = self._final_text[self._num_given :]
         else:
@@ -123,7 +123,7 @@ class IncrementalDetokenizer:
         return delta
 
     def _take_back(self, num_chars: int) -> None:
-        """Remove so many characters from the end of the text. None of them was given out."""
+        """Remove so many characters from the end of the text. `take_delta` has returned none of them."""
         self._num_chars -= num_chars
         while num_chars:
             piece = self._pieces.pop()
@@ -153,5 +153,5 @@ class IncrementalDetokenizer:
 
     def _num_held_back(self) -> int:
         if self._stops is None or self._params.include_stop_str_in_output:
-            return 0  # it stays in the text either way
+            return 0  # a stop string stays in the text, so nothing need be held back
         return self._stops.num_held_back()

@@ -59,21 +59,21 @@ class EngineStats:
 
     @property
     def pages(self) -> dict[str, GroupUsage]:
-        """Per group, now."""
+        """Pages of each group by state, as they are now."""
         return self.kv_cache.pages
 
 
 class _Books(enum.Enum):
-    """What an exception would find: see docs/failures.md."""
+    """In what state requests and cache are, which decides how an exception is recovered from (docs/failures.md)."""
 
     SETTLED = "settled"  # between calls: nothing is under way
-    PLANNED = "planned"  # steps are planned and nothing else: `Scheduler.roll_back` undoes them
-    HALF_DONE = "half done"  # the scheduler begins anew, with what is kept of the requests
+    PLANNED = "planned"  # steps are planned, nothing else has changed: `Scheduler.roll_back` undoes them
+    HALF_DONE = "half done"  # something is being changed: the scheduler begins anew with what is kept
 
 
 class Engine:
-    """One model and its KV cache. Several engines can live in one process. Any thread may call: calls queue, each waits
-    for a step that runs at most.
+    """One model and its KV cache. Several engines can live in one process. Any thread may call: calls queue, and each
+    waits at most for the step that is running.
 
     Engine(config) or Engine(model=..., **engine_arguments). shows_progress: say on stderr what loading does where that
     takes long; the log says it either way.
@@ -92,13 +92,14 @@ class Engine:
         started = time.monotonic()
         self._turns = Turns()
         self.config = config if config is not None else EngineConfig(**engine_arguments)
-        FORK_GUARD.arm()  # on the torch path there are threads, too
+        FORK_GUARD.arm()  # torch has threads even where no native kernels are loaded
         self._loaded: LoadedEngine | None = self._load(shows_progress)
         self.config = dataclasses.replace(self.config, max_model_len=self._loaded.pool.max_model_len)
         self.max_model_len = self._loaded.pool.max_model_len
         self._outputs = OutputProcessor(self._loaded.tokenizer)
         self._num_arrived = 0
-        self._launched: deque[LaunchedStep] = deque()  # oldest first; between calls of `step` one at most
+        # Steps in flight, oldest first. Between calls of `step` there is one at most.
+        self._launched: deque[LaunchedStep] = deque()
         self._books = _Books.SETTLED
         self._interrupts = HeldInterrupts()
         wants_async = self.config.async_scheduling
@@ -120,8 +121,8 @@ class Engine:
         """Queue a request. Raises RequestError, with nothing changed, if it cannot be run as given.
 
         prompt: a string, token ids, {"prompt": ...} or {"prompt_token_ids": ...}, the dicts with an
-        optional "cache_salt". params: None: `get_default_sampling_params()`. vLLM's other arguments are taken where
-        they ask for nothing.
+        optional "cache_salt". params: None: `get_default_sampling_params()`. vLLM's other arguments are accepted as
+        long as their values ask for nothing.
         """
         if vllm_arguments:
             known = ("request_id", "prompt", "params")
@@ -194,9 +195,9 @@ class Engine:
             raise
 
     def abort(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
-        """End requests now; returns their last outputs (finish_reason "abort"), and those that no `step` came to
-        return. Unknown ids are ignored: they may just have finished. If it is interrupted, all are ended or none; the
-        next `step` returns outputs that this call could not."""
+        """End requests now; returns their last outputs (finish_reason "abort"), and earlier outputs of theirs that no
+        `step` has returned. Unknown ids are ignored: they may just have finished. If it is interrupted, all are ended
+        or none; the next `step` returns outputs that this call could not."""
         given = dict.fromkeys([request_id] if isinstance(request_id, str) else request_id)
         self._abort(given)
         return self._outputs.take_of(given)
@@ -246,7 +247,7 @@ class Engine:
     def _step(self) -> None:
         loaded = self._require_settled()
         if self._outputs.has_outputs:
-            return  # of a step that was interrupted when it was done
+            return  # an earlier step was done, and interrupted before its outputs were returned
         try:
             if not self._launched and not self._launch(loaded):
                 self._books = _Books.SETTLED
@@ -282,19 +283,20 @@ class Engine:
             loaded.scheduler.finish(request, "stop", stop_string)
 
     def _drop_moot_steps(self, loaded: LoadedEngine) -> None:
-        """Where no request is left, steps in flight compute nothing for anybody: have their memory back."""
+        """When no request is left, nobody wants what the steps in flight compute: wait for them, so that their memory
+        is free."""
         while self._launched and not len(self._outputs):
             try:
                 self._process(loaded)
-            except Exception:  # nobody's tokens are lost, and the outputs that are ready must not be
+            except Exception:  # no request loses tokens by it, and outputs that are ready must still be returned
                 logger.warning("a step in flight that no request needed any more failed", exc_info=True)
                 self._recover(loaded)
 
     def _recover(self, loaded: LoadedEngine) -> None:
-        """Go back to between two steps, from wherever an exception came. If it is interrupted, it is to be called again
-        before anything else: `_require_settled` does."""
+        """Bring everything back to a state between two steps, wherever an exception came from. If this is itself
+        interrupted, it must be called again before anything else, which `_require_settled` does."""
         if self._books is _Books.PLANNED:
-            self._books = _Books.HALF_DONE  # as long as it is being undone
+            self._books = _Books.HALF_DONE  # until the steps are undone
             try:
                 self._drain()
                 loaded.scheduler.roll_back()
@@ -309,15 +311,15 @@ class Engine:
         self._books = _Books.SETTLED
 
     def _drain(self) -> None:
-        """Drop the steps in flight, when they are over: until then they write to pages."""
+        """Wait until the steps in flight are over, then drop them: as long as they run they write to pages."""
         while self._launched:
             try:
                 self._launched[0].result()
-            except Exception:  # most often the one that has been raised already
+            except Exception:  # most often it is the error that is being handled already
                 logger.debug("a step in flight that is dropped failed", exc_info=True)
             self._launched.popleft()
 
-    # The rest
+    # State, reports and closing
 
     @property
     def is_closed(self) -> bool:
@@ -404,7 +406,7 @@ class Engine:
         """Give all memory back. Unfinished requests are dropped; closing twice is fine.
 
         A step that another thread runs ends first; that thread's next call raises EngineClosedError."""
-        if FORK_GUARD.has_forked:  # nobody else is here, and the lock may look taken for ever
+        if FORK_GUARD.has_forked:  # the other threads were not copied, and one of them may have held the lock
             self._turns = Turns()
         self._turns.run(self._close)
 
@@ -414,7 +416,7 @@ class Engine:
         self._outputs.clear()
         self._books = _Books.SETTLED
         if loaded is not None:
-            loaded.let_go()  # whoever keeps an error of a failed step keeps `loaded` with it
+            loaded.let_go()  # the traceback of a failed step keeps `loaded` alive, but must not keep its memory
 
     def __enter__(self) -> Engine:
         return self
@@ -442,8 +444,8 @@ class Engine:
         return loaded
 
     def _require_settled(self) -> LoadedEngine:
-        """For calls that change something: where an exception came again while the engine recovered from one, that is
-        made up for now."""
+        """What calls begin with that change something. Where another exception interrupted the recovery from one, the
+        recovery is completed here first."""
         loaded = self._require_open()
         if self._books is not _Books.SETTLED:
             self._recover(loaded)

@@ -1,4 +1,4 @@
-"""How far `LLM.generate` is, in tokens: a long prompt moves it while it is read."""
+"""How far `LLM.generate` is, counted in tokens, so that the bar moves while a long prompt is being computed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def generate_progress(
     use_tqdm: bool | Callable[..., tqdm[Any]],
     running: Callable[[], RunningTokens],
 ) -> GenerateProgress:
-    """most_tokens: of each request, prompt and output together, as many as it can have. use_tqdm: as in `generate`."""
+    """most_tokens: request id -> the most tokens that its prompt and output can have together. use_tqdm: as in
+    `generate`."""
     if callable(use_tqdm):
         return _GivenBar(use_tqdm, len(most_tokens), running)
     return _Tokens(most_tokens, running) if use_tqdm else _Nothing()
@@ -41,7 +42,7 @@ class _Nothing:
 
 
 class _Finished:
-    """Prompts, and tokens in and out, of what is finished."""
+    """Of the requests that have finished: how many there are, and the tokens of their prompts and outputs."""
 
     def __init__(self) -> None:
         self.num_prompts = self.num_in = self.num_out = 0
@@ -54,7 +55,7 @@ class _Finished:
 
 class _Tokens:
     def __init__(self, most_tokens: Mapping[str, int], running: Callable[[], RunningTokens]) -> None:
-        self._most_left = dict(most_tokens)  # of what is not finished
+        self._most_left = dict(most_tokens)  # of the requests that have not finished
         self._num_left = sum(most_tokens.values())
         self._num_prompts = len(most_tokens)
         self._running = running
@@ -64,7 +65,7 @@ class _Tokens:
     def step(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             self._finished.add(output)
-            # Few requests generate as many tokens as they may: the end comes nearer.
+            # Few requests generate as many tokens as they may, so the total shrinks when one finishes.
             self._num_left -= self._most_left.pop(output.request_id, 0)
         if self._progress.is_due:
             self._show(self._running())
@@ -85,7 +86,7 @@ class _Tokens:
 
 
 class _GivenBar:
-    """A bar of the caller's making counts prompts, as vLLM's does; what is said behind it moves with the tokens."""
+    """A bar that the caller makes counts prompts, as vLLM's does; the rates behind it count tokens."""
 
     def __init__(self, make: Callable[..., tqdm[Any]], num_prompts: int, running: Callable[[], RunningTokens]) -> None:
         self._bar = make(total=num_prompts, desc="Generating", unit="prompt", dynamic_ncols=True)

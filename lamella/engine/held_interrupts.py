@@ -15,15 +15,15 @@ from types import FrameType
 
 
 class HeldInterrupts:
-    """Only where the handler of SIGINT is Python's own, and only in the main thread; everywhere else `run` does nothing
-    of its own. A handler that somebody else set is never touched.
+    """Holds an interrupt back only in the main thread, and only where SIGINT has Python's own handler; elsewhere `run`
+    just does the work. A handler that somebody else set is never touched.
 
     Whoever interrupts a second time does not want to wait: that is raised at once, in place of the first.
     """
 
     def __init__(self) -> None:
         self._has_come = False
-        self._own = self._note  # one object, to know it again
+        self._own = self._note  # kept, as each look-up of a method makes a new object
 
     def run(self, work: Callable[[], None]) -> None:
         """Do the work, then raise KeyboardInterrupt if one came meanwhile."""
@@ -38,17 +38,17 @@ class HeldInterrupts:
             work()
         finally:
             self._put_back()
-            # One that comes from here on is raised as ever.
+            # An interrupt that comes from here on is raised at once, as Python does.
             if self._has_come:
                 self._has_come = False
                 raise KeyboardInterrupt
 
     def _put_back(self) -> None:
         if signal.getsignal(signal.SIGINT) is not self._own:
-            return  # somebody set another since
+            return  # the work has set another handler
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        except BaseException:  # it runs the handler of what has come, which raises for a second one
+        except BaseException:  # signal.signal first handles an interrupt that has come: `_note` raises for a second one
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._has_come = False
             raise
@@ -64,7 +64,8 @@ class HeldInterrupts:
         signal.default_int_handler(signum, frame)
 
     def _is_running(self, frame: FrameType | None) -> bool:
-        """Whether `frame` is inside of `run`. Asked of the stack, which no exception can leave in a wrong state."""
+        """Whether `frame` is inside of `run`. The stack is asked and not a flag, which an exception could leave
+        wrong."""
         while frame is not None:
             if frame.f_code is HeldInterrupts.run.__code__ and frame.f_locals.get("self") is self:
                 return True

@@ -53,7 +53,7 @@ class LLM:
         engine_arguments.setdefault("scheduling_policy", "prefix")
         self.engine = Engine(EngineConfig(model=model, **engine_arguments), shows_progress=use_tqdm_on_load)
         self._next_id = itertools.count()
-        self._ids: list[str] = []  # of the requests of a call of `generate` that may not have ended them
+        self._ids: list[str] = []  # requests of a call of `generate` that may not have ended them
         self._turns = Turns()
 
     @classmethod
@@ -124,7 +124,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, rendered with the model's chat template.
 
-        messages: [{"role": "user", "content": ...}, ...]; what else a message may hold is the template's affair.
+        messages: [{"role": "user", "content": ...}, ...]; what else a message may hold depends on the template.
         chat_template: a Jinja template to use instead, or the name of one of the model's. continue_final_message: go on
         with the last message instead of answering it, which needs add_generation_prompt=False. tools: JSON schemas, or
         functions with type hints and a docstring. chat_template_kwargs: further variables for the template.
@@ -220,7 +220,7 @@ class LLM:
                 progress.step(outputs)
         finally:
             if not engine.is_closed:
-                engine.abort(ids)  # those that have finished are unknown to it
+                engine.abort(ids)  # it ignores those that have finished
             self._ids = []
             progress.close()
         if len(finished) < len(ids):

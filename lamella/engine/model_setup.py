@@ -59,7 +59,7 @@ class LoadedEngine:
     runner: ModelRunner
 
     def let_go(self) -> None:
-        """Hold nothing any more: not even who still holds this keeps the memory."""
+        """Let go of everything, so that the memory is free even if somebody still holds this object."""
         for one in dataclasses.fields(self):
             delattr(self, one.name)
 
@@ -163,8 +163,8 @@ def _kv_scales(source: ModelSource, model_config: ModelConfig) -> list[KVScales]
 
 
 def _with_tokenizer_end(model_config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """The configuration with the tokenizer's own end token among the end tokens, as in vLLM: files of chat models name
-    it there alone when they were made for others."""
+    """The configuration with the tokenizer's own end token among the end tokens, as in vLLM: some chat models were made
+    from others and name their own end token only there."""
     token_id = tokenizer.eos_token_id
     if token_id is None or token_id >= model_config.vocab_size:
         return model_config
@@ -240,7 +240,7 @@ def _size_memory(
             longest_model_len=model_config.max_position_embeddings,
             chunk_tokens=wanted_chunk,
             interval_tokens=interval_tokens,
-            with_step_pages=config.retention != "all",  # it keeps every page
+            with_step_pages=config.retention != "all",  # "all" keeps every page, so none would be a step page
             num_blocks_more=_num_blocks_more(config),
         )
     if size.chunk_tokens < wanted_chunk:

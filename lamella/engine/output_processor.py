@@ -1,8 +1,9 @@
 """From sampled tokens to what the user sees: text, stop strings, RequestOutputs.
 
-What is *kept* of each request (its tokens, how it ended, what was given out) is the truth that all else can be made
-anew from. A step's tokens are kept all at once, when everything that can be computed of them has been: before that
-they can be undone, from then on what is left to do only stores results, and is done again if it was interrupted.
+What is *kept* of each request (its tokens, how it ended, what was given out) is the truth, and all else can be made
+anew from it. First everything is computed that follows from a step's tokens; until that is done they can be undone.
+Then they are kept all at once. What is left to do after that only stores results, and is done again if it was
+interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lamella.model_executor.step_plan import TokenLogprobs
 from lamella.model_executor.text.stop_strings import StopStrings
 from lamella.model_executor.text.tokenizer import Tokenizer
 
-# Of a sample, as of the last step that was kept: tokens, tokens reported, finish_reason, stop_reason.
+# What is kept of a sample: number of tokens, number of tokens reported, finish_reason, stop_reason.
 _Kept = tuple[int, int, str | None, int | str | None]
 
 
@@ -44,7 +45,7 @@ class _Sample:
         self.kept = (len(self.token_ids), self.num_reported, request.finish_reason, request.stop_reason)
 
     def restore(self) -> None:
-        """Back to what was kept, the request outside of any row included."""
+        """Go back to what was kept, also in the request, whose token_ids count while it is in no row."""
         request = self.request
         num_tokens, self.num_reported, request.finish_reason, request.stop_reason = self.kept
         del self.token_ids[num_tokens:]
@@ -79,7 +80,7 @@ class Conversation:
 
 
 class _Finding(NamedTuple):
-    """All that a step, or an abort, comes to. It holds from the moment that it is found."""
+    """All results of a step or an abort. Once this value exists, the step counts as taken in."""
 
     samples: list[_Sample]
     finished_ids: list[str]
@@ -93,10 +94,10 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._conversations: dict[str, Conversation] = {}
-        self._last_stops: StopStrings | None = None  # often those of the next request as well
-        self._outputs: list[RequestOutput] = []  # that are due and that nobody has taken yet
+        self._last_stops: StopStrings | None = None  # often the next request has the same
+        self._outputs: list[RequestOutput] = []  # those that are due and that nobody has taken yet
         self._finding: _Finding | None = None
-        self._is_open = False  # something may have changed that is not kept
+        self._is_open = False  # whether something may have changed that is not kept yet
         self.num_kept_tokens = 0
 
     def __contains__(self, request_id: str) -> bool:
@@ -119,7 +120,7 @@ class OutputProcessor:
         self._conversations[conversation.request_id] = conversation
 
     def unfinished(self) -> Iterator[Request]:
-        """In order of arrival."""
+        """The requests that have not finished, in order of arrival."""
         for conversation in self._conversations.values():
             for sample in conversation.samples:
                 if not sample.request.is_finished:
@@ -182,16 +183,16 @@ class OutputProcessor:
         self._keep([sample for _, sample in samples], touched, 0)
         return ended
 
-    # Whoever does not get the outputs must find them here: forgetting them is the last thing that is done, on the line
-    # that returns them, and after it nothing is called that could be interrupted. Nor may another thread come between:
-    # Python changes threads, and runs signal handlers, at the beginning of a call, not within `_swap` and `_replace`.
+    # Outputs must not be lost when the call that takes them is interrupted. So they are forgotten last, on the line
+    # that returns them, and nothing is called after it. Python changes threads and runs signal handlers at the
+    # beginning of a call, so neither can happen within `_swap` and `_replace`.
 
     def take(self) -> list[RequestOutput]:
-        """The outputs that are due, each once. Any thread may call, without a turn."""
+        """The outputs that are due; each is returned once. Any thread may call this at any time."""
         return self._swap([])
 
     def take_of(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Those of these requests."""
+        """As `take`, but only the outputs of these requests."""
         wanted, before = set(request_ids), self._outputs
         taken = [output for output in before if output.request_id in wanted]
         left = [output for output in before if output.request_id not in wanted]
@@ -202,17 +203,18 @@ class OutputProcessor:
         return before
 
     def _replace(self, before: list[RequestOutput], outputs: list[RequestOutput]) -> bool:
-        """False, and nothing changed, where outputs came or were taken since they were `before`."""
+        """Put `outputs` in the place of `before`. False, and nothing changed, where outputs came or were taken
+        meanwhile."""
         if self._outputs is not before:
             return False
         self._outputs = outputs
         return True
 
     def settle(self, *, restores: bool) -> None:
-        """After an exception: finish what was found, or undo what was not.
+        """After an exception: store what was found, or, if nothing was, go back to what is kept.
 
         restores: tokens may have been given to requests that were not processed, or requests are not where they say.
-        They all go back to what is kept. If it is interrupted, it is to be called again before anything else."""
+        They all go back to what is kept. If this is interrupted, it must be called again before anything else."""
         self._finish_finding()
         if self._is_open or restores:
             for conversation in self._conversations.values():
@@ -229,7 +231,7 @@ class OutputProcessor:
         self._is_open = False
 
     def _keep(self, samples: list[_Sample], touched: Iterable[Conversation], num_new_tokens: int) -> None:
-        """What has come of the step is what holds, all of it."""
+        """Compute what the outputs are, then keep all results of the step at once."""
         outputs: list[RequestOutput] = []
         finished_ids: list[str] = []
         for conversation in touched:
@@ -243,7 +245,7 @@ class OutputProcessor:
         self._finish_finding()
 
     def _finish_finding(self) -> None:
-        """Each line may run again."""
+        """Store what was found. After an interrupt it runs again, so each line must bear being repeated."""
         finding = self._finding
         if finding is None:
             return
@@ -262,7 +264,7 @@ class OutputProcessor:
         self._finding = None
 
     def _detokenizer(self, conversation: Conversation, sample: _Sample) -> IncrementalDetokenizer:
-        """The sample's, as it was when its tokens were kept."""
+        """The sample's detokenizer, made anew from the tokens that are kept."""
         detokenizer = IncrementalDetokenizer(self._tokenizer, conversation.params, conversation.stops)
         is_delta = conversation.params.output_kind is RequestOutputKind.DELTA
         num_tokens, _, finish_reason, stop_reason = sample.kept

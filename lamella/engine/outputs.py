@@ -1,6 +1,6 @@
 """What a caller gets back. Plain frozen values, with vLLM's names; positional order is vLLM's, where there is any.
 
-What vLLM's outputs have and lamella never fills is None: of the class, so that it costs nothing.
+Fields of vLLM's outputs that lamella never fills are None in the class itself, so that they cost nothing.
 """
 
 from __future__ import annotations

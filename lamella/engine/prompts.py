@@ -70,7 +70,7 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, *, vocab_size: int, max_mode
     elif isinstance(prompt, str):
         text, tokens = prompt, None
     if tokens is None and text is not None:
-        # An empty text is a prompt where the tokenizer puts a token before it.
+        # An empty text is a prompt if the tokenizer adds a token of its own, such as <bos>.
         tokens = tokenizer.encode(text)
     token_ids = _check_token_ids(tokens, vocab_size)
     if len(token_ids) >= max_model_len:

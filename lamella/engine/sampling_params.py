@@ -42,7 +42,7 @@ REAL_NUMBERS = {
     "min_p": RealRange(0.0, 1.0, "0 (off) to 1, a fraction of the highest probability"),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
-    # Beyond this a logit times or by it need not be a float32 any more.
+    # Beyond this, a logit multiplied with it or divided by it may be too large for float32.
     "repetition_penalty": RealRange(1e-6, 1e6, "a factor of more than 0, from 1e-6 to 1e6 (1 is off)"),
 }
 

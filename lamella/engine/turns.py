@@ -24,17 +24,17 @@ class Turns:
     `close` of another thread waiting until its last request ends. Here a thread that comes while others wait pauses
     until one of them has the lock.
 
-    Python raises KeyboardInterrupt between any two of its instructions, but not between taking a lock of its own by
-    `with` and the block that lets go of it again. All else here is a hint, which may be stale after an interrupt: it
-    costs half a second, once.
+    Python raises KeyboardInterrupt between any two of its instructions, but not between taking a lock by `with` and the
+    block that gives it back. So the lock is always right. Everything else here is a hint that may be stale after an
+    interrupt, which then costs half a second once.
     """
 
     __slots__ = ("_holder", "_lock", "_waiting")
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._holder: int | None = None  # a hint
-        self._waiting: set[int] = set()  # a hint: threads
+        self._holder: int | None = None  # a hint: id of the thread that has the lock
+        self._waiting: set[int] = set()  # a hint: ids of the threads that wait
 
     @property
     def num_waiting(self) -> int:
@@ -44,7 +44,7 @@ class Turns:
     def run(self, work: Callable[[], Result]) -> Result:
         """Do the work when it is this thread's turn."""
         thread = threading.get_ident()
-        if self._holder == thread:  # only a thread itself can have written its own number here
+        if self._holder == thread:  # no other thread writes this one's id
             with self._lock:
                 return work()
         for _ in range(_MOST_PAUSES):
@@ -76,8 +76,9 @@ Self = TypeVar("Self", bound=TakesTurns)
 def in_turn(
     method: Callable[Concatenate[Self, Arguments], Result],
 ) -> Callable[Concatenate[Self, Arguments], Result]:
-    """Calls of the object's methods that are marked so queue. Raises ForkedProcessError where a lock may have been
-    copied while another thread, which is not here, held it."""
+    """Decorator of methods: all calls of methods marked so, of one object, wait for each other. Raises
+    ForkedProcessError in a forked child: the lock may have been copied while a thread held it that the child does not
+    have."""
 
     @functools.wraps(method)
     def queued(self: Self, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

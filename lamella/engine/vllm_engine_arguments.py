@@ -1,7 +1,8 @@
 """vLLM's engine arguments that lamella has not, or calls otherwise: data for `vllm_keywords` and docs/porting.md.
 
-Read in vLLM 0.8.5, 0.32.0 and 0.33.0. A group shares what is said of it; behind each name stand the values that ask
-for nothing, None and empty ones apart; ANY where none does: nothing that a caller sees depends on it here.
+Read in vLLM 0.8.5, 0.32.0 and 0.33.0. The arguments of a group share an explanation. Behind each name stand the values
+that are accepted because they ask for nothing; None and empty values always are. ANY accepts every value, as nothing
+that a caller sees depends on it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def _retention(interval: Any) -> dict[str, Any]:
     return {"retention": "tails"} if is_zero else {"retention": "tails", "retention_grid_tokens": interval}
 
 
-# Where vLLM takes None for its default.
+# Arguments for which vLLM takes None as their default.
 NONE_IS_DEFAULT = (
     "seed",
     "max_num_seqs",

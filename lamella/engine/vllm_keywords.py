@@ -16,10 +16,10 @@ Class = TypeVar("Class", bound=type)
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """An argument that lamella has not.
+    """An argument of vLLM's that lamella does not have.
 
-    instead: what lamella does or has instead. harmless: the values that ask for nothing; None: whatever the value.
-    None, and what is empty, never ask for anything.
+    instead: what lamella does or has instead. harmless: the values that ask for nothing and are accepted; None: all
+    are. A value that is None or empty never asks for anything.
     """
 
     instead: str
@@ -35,7 +35,7 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """An argument that lamella calls otherwise. fields: from its value, what to give instead: name -> value."""
+    """An argument that has another name here. fields: turns its value into what to give instead, name -> value."""
 
     fields: Callable[[Any], dict[str, Any]]
     says: str
@@ -46,7 +46,7 @@ ANY = None
 
 
 def absent(instead: str, **harmless: tuple[Any, ...] | None) -> dict[str, Absent]:
-    """Several absent arguments of which the same is to be said: name -> harmless values."""
+    """Several absent arguments that share the explanation `instead`. harmless: name -> its harmless values."""
     return {name: Absent(instead, values) for name, values in harmless.items()}
 
 
@@ -128,5 +128,5 @@ def takes_vllm_keywords(
 def _is_equal(value: Any, other: Any) -> bool:
     try:
         return bool(value == other)
-    except Exception:  # an array is equal to nothing, or its comparison is anyone's code
+    except Exception:  # comparing may raise: arrays have no single truth value, and types may bring code of their own
         return False

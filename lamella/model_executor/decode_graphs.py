@@ -1,12 +1,13 @@
 """Steps that only decode, as captured graphs: one launch instead of hundreds.
 
 A graph is captured for each of a few batch sizes; a step takes the smallest that holds it, and the rows left over are
-padding that reads and writes nothing. What a graph launches was decided when it was captured, so a step's numbers
-reach it through memory only: everything that differs from step to step is in `DecodeBuffers`, whose addresses never
-change, and what the host decides by (grids, strides) follows from the batch size and the tables' fixed widths.
+padding that reads and writes nothing. What a graph launches is fixed when it is captured, so a step's numbers can reach
+it only through memory. Everything that differs from step to step is therefore in `DecodeBuffers`, whose addresses never
+change; what the host decides (grids, strides) follows from the batch size and the tables' fixed widths.
 
-The graph ends with the last hidden states. Logits and sampling come after it: their size is that of the vocabulary, so
-a graph's own would take more memory than all else, and two or three launches are hidden behind the graph's run.
+The graph ends with the last hidden states. Logits and sampling are launched after it. Logits are as wide as the
+vocabulary, so keeping some for each graph would take more memory than all else, and launching two or three kernels
+costs no time while the graph runs.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class DecodeBuffers:
         ]
 
     def inputs(self, num_requests: int) -> StepInputs:
-        """Of a batch of that size. The host's arrays are those of padding: they tell nothing of any step."""
+        """The inputs of a batch of that size. Their arrays on the host are those of padding and say nothing of any
+        step."""
         widths = tuple(table.shape[1] for table in self.tables)
         tables = [table[:num_requests] for table in self.tables]
         plan = padding_plan(num_requests, widths)
@@ -85,7 +87,7 @@ class DecodeBuffers:
         return [int((num_blocks - group.first_blocks).max(initial=0)) for group in plan.groups]
 
     def load(self, packed: torch.Tensor, shape: PackedShape) -> None:
-        """Take in a step of one token for each request, whose tables fit but for columns without blocks."""
+        """Take in a step of one token for each request. Columns of its tables that do not fit here hold no blocks."""
         self.packed[: shape.num_fixed].copy_(packed[: shape.num_fixed])
         for target, table in zip(self.tables, shape.tables(packed), strict=True):
             width = min(target.shape[1], table.shape[1])
@@ -93,8 +95,8 @@ class DecodeBuffers:
 
 
 class DecodeGraphs:
-    """Captures `forward` for each of `sizes`, then runs plans that only decode. Nothing of `forward` is kept but what
-    the maker keeps.
+    """Captures `forward` for each of `sizes`, then runs plans that only decode. `forward` itself is not kept here; the
+    maker may keep it.
 
     forward: inputs of B requests with one token each -> hidden states [B, width].
     """
@@ -113,7 +115,8 @@ class DecodeGraphs:
         self._replays: dict[int, Callable[[], object]] = {}
         largest = int(self.sizes[-1])
         self._load(padding_plan(0, (0,) * len(buffers.tables)), largest)
-        self.hidden = torch.empty_like(forward(buffers.inputs(largest)))  # [largest batch, width], of the last replay
+        # [largest batch, width]: the results of the last replay.
+        self.hidden = torch.empty_like(forward(buffers.inputs(largest)))
         for size in self.sizes[::-1].tolist():
             self._load(padding_plan(0, (0,) * len(buffers.tables)), size)
             self._replays[size] = maker.capture(_Pass(forward, buffers, size, self.hidden))
@@ -147,8 +150,8 @@ class DecodeGraphs:
 
 
 class _Pass:
-    """One pass of the model over the buffers. The metadata is made in here, so that what a backend derives from it is
-    derived by the graph as well."""
+    """One pass of the model over the buffers. It makes its own metadata, so that what a backend derives from the
+    metadata is computed inside of the graph, too."""
 
     def __init__(
         self, forward: Callable[[StepInputs], torch.Tensor], buffers: DecodeBuffers, size: int, hidden: torch.Tensor

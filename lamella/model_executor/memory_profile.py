@@ -24,14 +24,14 @@ from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.step_buffers import NO_SLOT, NULL_PAGE
 from lamella.model_executor.step_plan import SamplingBatch, StepPlan
 
-# What a captured graph takes besides the tensors of its run: its nodes and their arguments, and what the pool rounds
-# up. Set aside before capture, compared afterwards.
+# Memory of a captured graph besides the tensors of its run: its nodes with their arguments, and the rounding of the
+# pool. It is set aside before the capture and compared with what was taken afterwards.
 GRAPH_OVERHEAD_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LargestBatch:
-    """What no step exceeds. table_widths: blocks that a decoding request's table covers, of each group."""
+    """Bounds that no step exceeds. table_widths: blocks that a decoding request's table covers, of each group."""
 
     num_requests: int
     num_tokens: int
@@ -55,7 +55,8 @@ class MemoryMeter(Protocol):
 
 
 class CudaMeter:
-    """Counts what torch's allocator has of the device, as that is what others cannot have."""
+    """Counts the memory that torch's allocator has taken from the device, whether used or not: nobody else can have
+    it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -95,8 +96,8 @@ def profile_memory(
     kv_dtype: torch.dtype,
     with_graphs: bool,
 ) -> MemoryProfile:
-    """Run the largest steps that there can be, over null pages of `kv_dtype`, and note what they take. Afterwards all
-    that is free again but what libraries keep.
+    """Run the largest steps that there can be, over null pages of `kv_dtype`, and note how much memory they take. All
+    of it is free afterwards, except what libraries keep.
 
     The largest steps: all tokens as prompts of as many requests as run at once, each of which samples; and a token of
     each of those requests, over the widest block tables.
@@ -106,7 +107,7 @@ def profile_memory(
     runner = ModelRunner(stack, backend, layout, attention_specs, arena, kv_dtype=kv_dtype, prunes=False)
     plans = prompts_plan(layout, largest), decodes_plan(layout, largest)
     try:
-        for plan in plans:  # kernels are compiled, and libraries take their workspaces
+        for plan in plans:  # first, so that kernels are compiled and libraries have their workspaces
             runner.execute(plan)
         step_bytes = max(meter.peak_bytes(partial(runner.execute, plan)) for plan in plans)
         graph_bytes = _graph_bytes(runner, meter, largest) if with_graphs else 0
@@ -128,7 +129,7 @@ def profile_memory(
 
 
 class _NoGraphs:
-    """Runs what it is to capture: what that takes, a pool keeps."""
+    """Runs what it is asked to capture; the memory that this takes is what a graph's pool would keep."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], object]:
         run()
@@ -208,7 +209,7 @@ def _null_plan(
         groups=groups,
         first_step_slot=0,
         sample_requests=np.arange(num_requests),
-        # Nucleus sampling over the whole vocabulary: what takes most.
+        # Nucleus sampling over the whole vocabulary takes the most memory.
         sampling=SamplingBatch(
             temperature=np.ones(num_requests),
             top_k=zeros,

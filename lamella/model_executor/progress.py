@@ -1,4 +1,4 @@
-"""How far something long is: a bar on a terminal, elsewhere a line now and then."""
+"""How far a long task is: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 Item = TypeVar("Item")
 
 BAR_SECONDS = 0.1
-LINE_SECONDS = 10.0  # between lines: a log file is not to fill with them
+LINE_SECONDS = 10.0  # between two lines, lest they fill a log file
 
 
 class Progress:
@@ -46,7 +46,7 @@ class Progress:
 
     @property
     def is_due(self) -> bool:
-        """Whether what is shown would change now: what is costly to tell need not be told more often."""
+        """Whether `show` would change what is seen, for callers to whom finding the numbers costs something."""
         return self._clock() >= self._next_time
 
     def show(self, num_done: int, note: str, total: int | None = None) -> None:

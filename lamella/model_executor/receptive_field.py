@@ -1,12 +1,12 @@
 """Which of a step's tokens each layer computes: those that a sampled token, or KV that stays, depends on.
 
-Going down from the last layer, a layer's output is wanted at the tokens that the next one takes in. Those it takes in
-itself, for Q, and for K and V the tokens whose page outlives the step and those in step pages that a wanted query
-sees. So all that is left out is KV in step pages that nobody reads, and outputs that lead nowhere; pages that stay are
-whole, and what is computed is what it would have been anyway.
+Go down from the last layer. A layer's output is wanted for the tokens that the layer above takes in. The layer itself
+must take in those tokens, for their queries, and two kinds of tokens for K and V: those whose page outlives the step,
+and those in step pages that a wanted query sees. So only two things are left out: KV in step pages that nobody reads,
+and outputs that lead to nothing. Pages that stay are whole, and what is computed has the same bits as without this.
 
-A layer that reads another's KV takes in nothing but the tokens whose output is wanted; what its queries see, the
-owner computes.
+A layer that reads another layer's KV takes in only the tokens whose output is wanted. What its queries see is computed
+by the layer that owns the KV.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class ReceptiveField:
     def needed_tokens(self, plan: StepPlan) -> dict[int, np.ndarray]:
         """Layer -> which tokens it takes in (int64, ascending); the number of layers -> which of them leave the last.
 
-        A layer that is not named takes in all; those that are have all layers above them named as well.
+        A layer that is not in the result takes in all tokens. If a layer is in it, so are all layers above.
         """
         needed = np.zeros(len(plan.token_ids), dtype=bool)
         needed[plan.sampled_tokens] = True
         request_start = np.repeat(plan.query_start[:-1], np.diff(plan.query_start))
-        seen_of: dict[int, np.ndarray] = {}  # layer -> where its KV is read
+        seen_of: dict[int, np.ndarray] = {}  # layer that owns KV -> which tokens' KV is read, bool [T]
         tokens = {}
         for above in range(len(self._specs), -1, -1):
             if needed.all():

@@ -78,7 +78,8 @@ class ModelRunner:
         self.device = arena.device
         self.graphs: DecodeGraphs | None = None
         self._upload = StepUpload(arena.device)
-        self._last_token_ids = torch.zeros(0, dtype=torch.int64, device=arena.device)  # of the step launched last
+        # The samples of the step launched last.
+        self._last_token_ids = torch.zeros(0, dtype=torch.int64, device=arena.device)
         self.places = []
         for layer, (spec, params) in enumerate(
             zip(attention_specs, model.attention_params(attention_specs), strict=True)
@@ -93,7 +94,8 @@ class ModelRunner:
                 offset_bytes=offset_bytes,
             )
             if kv_scales is not None:
-                # A layer without K and V of its own reads what their owner has scaled.
+                # A layer without K and V of its own reads those that their owner has scaled, so it needs the owner's
+                # scales.
                 scales = kv_scales[layout.owners[layer]]
                 params = replace(params, k_scale=scales.k_scale, v_scale=scales.v_scale)
             self.places.append(LayerPlace(group, params, cache))
@@ -118,7 +120,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Give the step to the device. What `plan.token_sources` names comes from the step launched before."""
+        """Give the step to the device. Tokens that `plan.token_sources` names are samples of the step launched
+        before."""
         self._copy_pages(plan)
         size = self.graphs.size_for(plan) if self.graphs is not None else None
         hidden = self._run_eager(plan) if size is None else self._run_graph(plan, size)
@@ -130,7 +133,7 @@ class ModelRunner:
         num_sampled = len(plan.sample_requests)
         if not num_sampled:
             return self._finished(StepResult(token_ids=np.zeros(0, dtype=np.int64), logprobs={}))
-        if len(hidden) > num_sampled:  # it gave all tokens
+        if len(hidden) > num_sampled:  # the model gave the states of all tokens
             hidden = hidden[to_device(plan.sampled_tokens, hidden.device)]
         scores = self.model.logits(hidden)
         if not isinstance(scores, torch.Tensor):
@@ -153,7 +156,7 @@ class ModelRunner:
     def _run_graph(self, plan: StepPlan, size: int) -> torch.Tensor:
         """The same for a plan that only decodes: hidden states [R, width], nothing is pruned."""
         assert self.graphs is not None
-        for group, spec in self._seen_specs:  # the backend checks what it is given eagerly; a graph cannot
+        for group, spec in self._seen_specs:  # backends check this when they are called, which no replay does
             part = plan.groups[group]
             require_covering_tables(
                 spec,
@@ -185,12 +188,14 @@ class ModelRunner:
         return self.model(token_ids, positions, attention)
 
     def _with_last_samples(self, token_sources: np.ndarray, token_ids: torch.Tensor) -> torch.Tensor:
-        """`token_ids` (int64 [T]), but for tokens that the step launched last sampled: see `StepPlan.token_sources`."""
+        """`token_ids` (int64 [T]) with the last step's samples in the places that `token_sources` gives (see
+        StepPlan)."""
         sources = to_device(token_sources, self.device)
         return torch.where(sources < 0, token_ids, self._last_token_ids[sources.clamp(min=0)])
 
     def _copy_pages(self, plan: StepPlan) -> None:
-        """Moved pages in their order, then copies on write, whose sources and targets nothing else touches."""
+        """Move pages in the order of the moves, for one may depend on another, then make the copies on write, which are
+        independent."""
         for move in plan.moves:
             self._copy(move.group, move.src_pages, move.dst_pages)
         for group, part in enumerate(plan.groups):
@@ -198,10 +203,10 @@ class ModelRunner:
                 self._copy(group, part.copies.src_pages, part.copies.dst_pages)
 
     def _copy(self, group: int, src_pages: np.ndarray, dst_pages: np.ndarray) -> None:
-        """All layers of the group at once."""
+        """Copy whole pages, and so all layers of the group at once."""
         page_bytes, unit_bytes = self.layout.groups[group].page_bytes, self.layout.unit_bytes
         num_ids = (self.arena.numel() - page_bytes) // unit_bytes + 1
-        # Byte by byte it would take six times as long.
+        # Copied in the widest words that fit: byte by byte it would take six times as long.
         word = next(
             word for word in (torch.int64, torch.int32, torch.int16, torch.uint8) if unit_bytes % word.itemsize == 0
         )

@@ -16,7 +16,7 @@ from lamella.kv_cache.layout import KVLayout
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """What a layer's attention has whatever the step."""
+    """What a layer's attention needs and what is the same in every step."""
 
     group: int
     params: AttentionParams
@@ -24,7 +24,8 @@ class LayerPlace:
 
 
 class StepAttention:
-    """metadata: one for each group, of all tokens. needed_tokens: which of them layers take in, see ReceptiveField."""
+    """Attends for the layers of one step. metadata: one for each group, of all tokens. needed_tokens: which of them
+    each layer takes in, see `ReceptiveField`."""
 
     def __init__(
         self,
@@ -42,7 +43,8 @@ class StepAttention:
         self._output_rows: dict[int, torch.Tensor | None] = {}
 
     def output_rows(self, layer: int) -> torch.Tensor | None:
-        """Which of the tokens that the layer takes in leave it (int64 [S]); None: all. The others give K and V only."""
+        """Which of the tokens that the layer takes in also leave it (int64 [S]); None: all. The others only give K and
+        V."""
         if layer not in self._output_rows:
             self._output_rows[layer] = self._find_output_rows(layer)
         return self._output_rows[layer]
@@ -67,11 +69,11 @@ class StepAttention:
         return attend(self.backend, place.params, place.cache, q, None, None, self.left(layer))
 
     def taken(self, layer: int) -> AttentionMetadata:
-        """Of the tokens that the layer takes in."""
+        """The metadata of the tokens that the layer takes in."""
         return self._metadata(layer, self.needed_tokens.get(layer))
 
     def left(self, layer: int) -> AttentionMetadata:
-        """Of the tokens that leave the layer."""
+        """The metadata of the tokens that leave the layer."""
         return self._metadata(layer, self.needed_tokens.get(layer + 1))
 
     def _metadata(self, layer: int, tokens: np.ndarray | None) -> AttentionMetadata:
@@ -82,7 +84,8 @@ class StepAttention:
         """The layer's cache and constants. has_kv: whether it gives K and V; InvariantError where the layout has it
         otherwise."""
         if has_kv == self.layout.is_shared(layer):
-            # One would overwrite the owner's KV, the other read pages that nobody has written.
+            # K and V too many would overwrite the owner's; without them the layer would read pages that nobody has
+            # written.
             raise InvariantError(
                 f"layer {layer} gave {'K and V' if has_kv else 'no K and V'}, but by the KV layout it "
                 f"{f'reads those of layer {self.layout.owners[layer]}' if has_kv else 'keeps its own'}; "

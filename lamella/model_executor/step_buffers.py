@@ -24,7 +24,7 @@ NO_SLOT = -1
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model reads of a step. token_ids may be written to until it runs."""
+    """What the model reads of a step. token_ids may be written to until the model runs."""
 
     token_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
@@ -95,7 +95,8 @@ class PackedShape:
     def inputs(
         self, packed: torch.Tensor, tables: Sequence[torch.Tensor], plan: StepPlan, page_tokens: int
     ) -> StepInputs:
-        """Views of a packed step, int64 [>= num_fixed], with block tables apart; `plan`: the same on the host."""
+        """Views of a packed step, int64 [>= num_fixed], and of its block tables, which may lie elsewhere. plan: the
+        same step on the host."""
         token_ids, positions, query_start, seq_lens, *rest = packed[: self.num_fixed].split(self.sections)
         parts = zip(plan.groups, tables, rest[0::3], rest[1::3], rest[2::3], strict=True)
         metadata = tuple(
@@ -162,7 +163,7 @@ class Copier(Protocol):
         ...
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
-        """Begin a copy in the order of the device's work. When what is returned has been called, `source` may be
+        """Begin a copy, in order with the device's other work. Returns a function that waits until `source` may be
         overwritten."""
         ...
 

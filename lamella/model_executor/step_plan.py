@@ -57,7 +57,7 @@ class StepPlan:
     plan after this one is made.
     """
 
-    token_ids: np.ndarray  # int64 [T]; of no meaning where token_sources names another
+    token_ids: np.ndarray  # int64 [T]; without meaning where token_sources names a sample
     positions: np.ndarray  # int64 [T]
     query_start: np.ndarray  # int64 [R + 1]
     seq_lens: np.ndarray  # int64 [R]
@@ -100,7 +100,7 @@ class StepResult:
     unusable: dict[int, str] = field(default_factory=dict)
 
     def part(self, rows: np.ndarray) -> StepResult:
-        """Of these rows of the S alone (int64, none twice), in their order."""
+        """The result of these of the S rows alone (int64, none twice), in this order."""
         places = {row: place for place, row in enumerate(rows.tolist())}
         return StepResult(
             token_ids=self.token_ids[rows],

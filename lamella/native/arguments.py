@@ -23,7 +23,7 @@ def require_library() -> NativeLibrary:
 def check_rows(name: str, rows: Tensor, width: int, *, is_written: bool = False) -> None:
     """`rows` is float32 [T, width] on the CPU; rows may have a stride, the values of one lie side by side.
 
-    is_written: rows must not lie upon each other, as those of an expanded tensor do.
+    is_written: rows must not share memory, as those of an expanded tensor do.
     """
     if rows.dtype is not torch.float32:
         raise InvariantError(f"{name} has dtype {rows.dtype}; the native kernels take torch.float32")
@@ -65,7 +65,7 @@ def check_indices(name: str, indices: Tensor, num_rows: int, *, first: int, stop
     """`indices` is int64 [num_rows] on the CPU, contiguous, and each lies in [first, stop)."""
     check_vector(name, indices, num_rows, torch.int64)
     if num_rows:
-        values = indices.numpy()  # its least and largest take a tenth of torch's time where there are few
+        values = indices.numpy()  # NumPy finds least and largest of a few values in a tenth of torch's time
         lowest, highest = int(values.min()), int(values.max())
         if lowest < first or highest >= stop:
             wrong = lowest if lowest < first else highest

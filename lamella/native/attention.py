@@ -99,9 +99,10 @@ class AttentionKernels:
         softcap: float,
         sinks: torch.Tensor | None,
     ) -> None:
-        """query [rows, num_heads, k_dim] -> out [rows, num_heads, v_dim], both contiguous; 0: no window, chunks, cap.
+        """query [rows, num_heads, k_dim] -> out [rows, num_heads, v_dim], both contiguous. A window, chunk or cap of 0
+        means that there is none.
 
-        Raises InvariantError for shapes that do not fit, MemoryError where there is none for the tiles.
+        Raises InvariantError for shapes that do not fit, MemoryError where there is no memory for the tiles.
         """
         if query.dim() != 3 or query.shape[1] % max(1, pages.num_kv_heads) or not pages.num_kv_heads:
             raise InvariantError(

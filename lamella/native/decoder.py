@@ -46,7 +46,8 @@ class _LayerStep(ctypes.Structure):
 
 
 class Visibility(NamedTuple):
-    """Which keys a layer's queries see, and how scores are made of them; 0: no window, no chunks, no cap."""
+    """Which keys a layer's queries see, and how scores are computed. A window, chunk or cap of 0 means that there is
+    none."""
 
     window_tokens: int
     chunk_tokens: int
@@ -69,7 +70,7 @@ class DecoderWeights(NamedTuple):
 
 
 class PagedLayer:
-    """A layer's weights with its pages: what it has whatever the step."""
+    """A layer's weights and its pages: all of it that is the same in every step."""
 
     def __init__(self, weights: DecoderWeights, pages: Pages, num_heads: int, visibility: Visibility) -> None:
         """Raises ConfigError for projections that do not fit the pages."""
@@ -114,7 +115,7 @@ class PagedLayer:
 
 
 class LayerStep:
-    """What a step has for a layer: its batch, where K and V go, and rotary embedding. Layers share it."""
+    """What a layer needs of a step: the batch, where K and V go, and rotary embedding. Layers may share it."""
 
     def __init__(self, batch: Batch, slots: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
         """slots: int64 [T], -1: nowhere. cos and sin: float32 [T, rotary_dim / 2]; dimensions of 1 do not matter. They
@@ -136,7 +137,8 @@ class LayerStep:
             check_rows(name, table.reshape(num_rows, half), half)
             check_contiguous(name, table)
         self.num_rows = num_rows
-        self.stop_slot = int(slots.numpy().max(initial=-1)) + 1  # layers have pages of their own, see run_layers
+        # `run_layers` compares it with the pages of each layer.
+        self.stop_slot = int(slots.numpy().max(initial=-1)) + 1
         self.stop_id = int(batch.stop_id)
         self.rotary_dim = 2 * half
         self._kept = (batch, slots, cos, sin)  # their memory is what the addresses are of
@@ -155,7 +157,8 @@ def run_layers(layers: Sequence[PagedLayer], steps: Sequence[LayerStep], x: Tens
     """All rows through one layer after the other, each with its step.
 
     x [T, width] is the residual stream, normed [T, width] its norm: the first layer's input, and in the end what
-    follows the last. Both contiguous float32; they change in place. Raises MemoryError where attention finds none.
+    follows the last. Both contiguous float32; they change in place. Raises MemoryError where there is none for
+    attention's tiles.
     """
     num_layers, num_rows = len(layers), x.shape[0]
     for layer, step in zip(layers, steps, strict=True):

@@ -1,8 +1,8 @@
 """What a forked child must be told: the threads that kernels run on did not come along.
 
 fork copies the memory of a process and one of its threads. OpenMP's pool then believes in workers that do not exist,
-and the first parallel loop waits for them for ever, in lamella's kernels and in torch's. Nothing can mend that in the
-child, so everything that could get there asks here first.
+and the first parallel loop waits for them for ever, in lamella's kernels and in torch's. Nothing can repair that in the
+child, so whatever could reach such a loop asks here first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ForkGuard:
             self._is_armed = True
 
     def _mark(self) -> None:
-        self.has_forked = True  # a hook that raised would only have its error printed
+        self.has_forked = True  # raising here would do nothing: Python only prints what such a hook raises
 
     def check(self) -> None:
         """Raise ForkedProcessError in a child of a process that had loaded something."""

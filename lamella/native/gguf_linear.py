@@ -25,7 +25,8 @@ GROUP_INPUTS = 32
 
 
 class Format(NamedTuple):
-    """A GGUF type: its number in the file, the inputs and bytes of a block there, and a panel's blocks."""
+    """A GGUF type: its number in the file, inputs and bytes of a block there, and how a block of a panel is made and
+    how large it is."""
 
     number: int
     block_inputs: int

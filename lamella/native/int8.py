@@ -20,7 +20,7 @@ from lamella.native.library import PANEL, Float, Int, Pointer
 
 LINE_STEPS = 4  # inputs whose bytes lie side by side: csrc/int8_panels.h
 LEVELS = 127  # symmetric: -128 is not used, so that every value has its negative
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it a scale loses digits
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # smaller scales would be subnormal and lose digits
 ROWS_AT_ONCE = 8192  # outputs quantised at once: bounds the float temporaries
 
 
@@ -134,7 +134,7 @@ def contiguous_ids(ids: Tensor) -> Tensor:
 
 
 def check_gathered(wrong: int, ids: Tensor, num_out: int) -> None:
-    """wrong: what a gathering kernel returned. Raises IndexError where it is the place of an id."""
+    """wrong: what a gathering kernel returned. Raises IndexError if that is the index of an id that is out of range."""
     if wrong >= 0:
         raise IndexError(f"id {int(ids.flatten()[wrong])} was asked for; rows are 0 to {num_out - 1}")
 

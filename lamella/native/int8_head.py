@@ -21,7 +21,7 @@ from lamella.native.library import PANEL, Float, Int, Pointer
 MAX_BEST = 64  # csrc/head_scan.h
 MANY_ROWS = 5  # from here on products are of integers: csrc/int8_head_many.cpp
 UNIT_ROUNDOFF = 2.0**-24
-ENLARGED = 1 + 2.0**-20  # for products that the kernel rounds
+ENLARGED = 1 + 2.0**-20  # factor on bounds, for products that the kernel rounds
 SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -47,7 +47,7 @@ class Int8Head:
     weight: Int8Weight
     largest_slopes: Tensor  # float32 [ceil(N / 16) * 16]: error of the score per |x|_1
     norm_slopes: Tensor  # the same per |x|_2
-    level_slopes: Tensor  # what more it can be, per |d|_2, where d is what rounding x to 16 bits changes
+    level_slopes: Tensor  # what is added to it per |d|_2, where d is the change of x by rounding it to 16 bits
     floor: float  # error where numbers underflow
     largest: float  # at least the largest |weight|
 
@@ -150,8 +150,8 @@ def assemble_head(float_panels: Tensor, tensors: HeadTensors, num_out: int) -> I
     largest = float(tensors.scales.max()) * LEVELS * ENLARGED
     if not bool(tensors.largest_slopes.isfinite().all()):
         largest = float("inf")
-    # a result below the normal range, or a factor that is flushed to zero, costs at most 2^-126 for each of K inputs,
-    # times the other factor; the flushed weights of a whole row are in its slope
+    # A result below the normal range, or a factor that is flushed to zero, causes an error of at most 2^-126 times the
+    # other factor for each of the K inputs. A row whose weights are all flushed has that in its slope.
     floor = 4 * (depth + 2) * SMALLEST * max(1.0, largest)
     weight = Int8Weight(tensors.panels, tensors.scales, num_out, depth)
     slopes = (tensors.largest_slopes, tensors.norm_slopes, tensors.level_slopes)

@@ -1,6 +1,6 @@
 """Linear layers of every kind behind one call, and what follows attention in a transformer layer as one call.
 
-Addresses are taken once: for a single row, Python and the passing of arguments would take as long as the work.
+Addresses are taken once, since for a single row Python's passing of arguments would take as long as the work.
 Structures mirror those of csrc/layers.cpp.
 """
 
@@ -65,8 +65,8 @@ def _functions() -> _Functions:
 
 
 class LinearLayer:
-    """y = x W^T + bias, the outputs of `weights` side by side. They all have the same inputs; several only of float32
-    and GGUF kinds.
+    """y = x W^T + bias, the outputs of `weights` side by side. All weights have the same inputs. There can be several
+    only of the float32 and GGUF kinds.
 
     bias: float32, one number for each of these outputs, added to the product; None: none. int8_activations: w8a8, with
     int8 weights.
@@ -125,8 +125,8 @@ class LayerTail:
         eps: float,
         activation: str,
     ) -> None:
-        """Norms: float32 [out_proj.num_out], what is multiplied with; None: no norm, so that what it would have normed
-        goes on as it is. activation: one of ACTIVATIONS.
+        """Norms: float32 [out_proj.num_out], the factors themselves; where one is None, its input goes on as it is.
+        activation: one of ACTIVATIONS.
 
         Raises ConfigError for layers that do not follow each other.
         """

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 PANEL = 16  # columns of a packed weight, tokens of a K panel: csrc/vec.h
 SWITCH = "LAMELLA_NATIVE"  # environment: "0" takes the torch path although a library is there
-# torch's name of what the processor can do -> builds that run on it, the fastest first
+# torch's name for the processor's instruction set -> builds that run on it, the fastest first
 BUILDS = {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",), "DEFAULT": ("neon",)}
 
 Pointer = ctypes.c_void_p

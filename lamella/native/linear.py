@@ -79,7 +79,7 @@ def pack_weight(weight: Tensor) -> PackedWeight:
 
 
 def pack_rows(rows: Tensor) -> Tensor:
-    """What `pack_weight` makes of [N, K], without the library: [ceil(N / 16), K, 16].
+    """The same as `pack_weight`, computed without the library: [N, K] -> [ceil(N / 16), K, 16].
 
     Pieces of a weight can be packed one after the other where all but the last have a multiple of 16 rows.
     """

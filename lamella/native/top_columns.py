@@ -25,7 +25,7 @@ def top_columns(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     The largest first, of equal ones the lower column; NaN counts as larger than any number. Raises ConfigError unless
     1 <= k <= N.
     """
-    num_rows, num_columns = (*scores.shape, 0, 0)[:2]  # check_rows says what is wrong with other shapes
+    num_rows, num_columns = (*scores.shape, 0, 0)[:2]  # other shapes pass here, for check_rows to refuse them
     check_rows("scores", scores, num_columns)
     check_contiguous("scores", scores)
     if not 1 <= k <= num_columns <= MAX_OUTPUTS:

@@ -74,7 +74,8 @@ def _fields_specs(fields: TypedFields, itemsize_bytes: int) -> LayerSpecs:
     try:
         return _specs_of(parse_config(fields), itemsize_bytes)
     except ModelLoadError:
-        # Fields that this reads, and that are wrong, are told again by the readers below.
+        # If the family's own reader refuses the config, the readers below report what is wrong with the fields that
+        # planning needs.
         return _generic_specs(
             ConfigJson(fields.object("text_config") if fields.has_value("text_config") else fields), itemsize_bytes
         )
@@ -94,7 +95,7 @@ def _generic_specs(config: ConfigJson, itemsize_bytes: int) -> LayerSpecs:
     num_layers = config.integer("num_hidden_layers")
     kinds = _layer_kinds(config, num_layers)
     if _model_type(config) in _GEMMA_4:
-        kinds[-1] = "full_attention"  # whatever the pattern says
+        kinds[-1] = "full_attention"  # the last layer is always full, whatever the pattern says
     if len(kinds) != num_layers:
         raise ModelLoadError(f"{len(kinds)} layers have a kind, but num_hidden_layers is {num_layers}")
     num_shared = config.optional_integer("num_kv_shared_layers")
@@ -119,7 +120,7 @@ def _per_layer(config: ConfigJson, num_layers: int) -> dict[int, ConfigJson]:
     for key in overrides:
         if not (key.isascii() and key.isdigit()) or int(key[-6:]) >= num_layers:
             raise overrides.error(key, f"named after a layer, from 0 to {num_layers - 1}")
-        # It has the last word on the heads, as in transformers, so the keys that it came from are not read again.
+        # It decides about the heads, as in transformers, so the keys that it replaces are not read.
         own = TypedFields({"global_head_dim": None}, overrides.place).overlaid(overrides.object(key))
         layers[int(key[-6:])] = ConfigJson(config.fields.overlaid(own))
     return layers

@@ -23,7 +23,7 @@ from lamella.planner.layer_specs import LayerSpecs
 
 _RANGES = {
     "memory_bytes": WholeRange(1, 2**60),
-    "context_tokens": WholeRange(1, MOST_TOKENS // 4),  # four times the context is looked at, too
+    "context_tokens": WholeRange(1, MOST_TOKENS // 4),  # plans look at four times the context as well
     "page_tokens": WholeRange(1, 2**16),
     "chunk_tokens": WholeRange(1, 2**24),
     "interval_tokens": WholeRange(1, MOST_TOKENS),
@@ -54,7 +54,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one way to divide the memory comes to.
+    """What one way to divide the memory achieves.
 
     num_requests of context_tokens run at once, with prefill chunks of up to chunk_tokens; 0 where `refusal` says
     why the engine would not start.
@@ -214,7 +214,7 @@ def _split(layout: KVLayout, ratio: float, options: PlanOptions, context_tokens:
             longest_model_len=context_tokens,
             chunk_tokens=options.chunk_tokens,
             interval_tokens=_interval(options),
-            max_num_seqs=1,  # of no account where a ratio is given
+            max_num_seqs=1,  # without effect where a ratio is given
             enable_prefix_caching=True,
         )
     except CapacityError as error:

@@ -19,7 +19,7 @@ def plot_plan(plan: MemoryPlan, path: str | Path) -> None:
 
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
-    # Requests alone fall with the context so steeply that the lines would lie on each other.
+    # The number of requests alone falls so steeply with the context that all lines would lie on each other.
     for system, num_requests in plan.curves.items():
         tokens = [count * context / 1e6 for count, context in zip(num_requests, plan.curve_contexts, strict=True)]
         axes.plot(plan.curve_contexts, tokens, marker="o", markersize=3, label=system, **_line_style(plan, system))

@@ -127,7 +127,7 @@ def decode_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, V_PADDED], tl.float32)
     for tile in range(begin_tile, end_tile):
-        # A segment starts anew: after -inf, what has been summed decays to 0.
+        # A new segment starts: with -inf as the largest score so far, what has been summed before is multiplied by 0.
         largest = tl.where(tile % segment_tiles == 0, float("-inf"), largest)
         positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         in_window = (positions >= first) & (positions < seq_len)
@@ -142,7 +142,7 @@ def decode_kernel(
         scores = tl.where(present[None, :], scores, float("-inf"))
 
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # -inf where nothing has been seen yet: -inf - -inf is no number.
+        # Where nothing has been seen yet the largest score is -inf, and -inf - -inf would be NaN.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(largest - base)
@@ -295,8 +295,8 @@ def count_scratch_segments(max_tokens: int, reach_tokens: int | None, *, segment
     """Most segments that any request has whose block table covers `max_tokens`."""
     if reach_tokens is not None:
         max_tokens = min(max_tokens, reach_tokens)
-    # So many in a row can touch that many segments. If segments are longer, max_segments of them hold what is seen, and
-    # one more where the first begins before it.
+    # A run of so many tokens can touch that many segments of the shortest length. With longer segments, max_segments of
+    # them hold what is seen, plus one if the first begins before it.
     return min((max_tokens + segment_tokens - 2) // segment_tokens, max_segments) + 1
 
 

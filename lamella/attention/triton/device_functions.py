@@ -44,7 +44,8 @@ def scaled_scores(products, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 def load_pages(table, positions, present, PAGE_TOKENS: tl.constexpr):
     """(page of each position, which positions have one). `table` points at the entry of block 0, were there one.
 
-    A null page is none; 0 stands in for it and is not to be read. 64 bits: an arena may have more than 2^31 elements.
+    A position in a null page has none: its page is given as 0, which must not be read. Pages are 64-bit integers, as an
+    arena may have more than 2^31 elements.
     """
     pages = tl.load(table + positions // PAGE_TOKENS, mask=present, other=-1).to(tl.int64)
     present = present & (pages >= 0)
@@ -73,7 +74,7 @@ def widened(stored, dtype: tl.constexpr, FP8_MANTISSA: tl.constexpr):
             half = (bits << 8).to(tl.float16, bitcast=True)
         else:
             magnitude = bits & 0x7F
-            magnitude = tl.where(magnitude == 0x7F, 0x7E00, magnitude << 7)  # the only NaN of e4m3 is float16's
+            magnitude = tl.where(magnitude == 0x7F, 0x7E00, magnitude << 7)  # e4m3's only NaN becomes a NaN of float16
             half = (magnitude | ((bits & 0x80) << 8)).to(tl.uint16).to(tl.float16, bitcast=True)
             half = half * 256.0  # from 2^-7 instead of 2^-15
         result = half.to(dtype)

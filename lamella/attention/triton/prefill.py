@@ -115,7 +115,7 @@ def attend_keys(
             scores = tl.where(present[None, :], scores, float("-inf"))
 
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # -inf where a query has seen nothing yet: -inf - -inf is no number.
+        # Where a query has seen nothing yet its largest score is -inf, and -inf - -inf would be NaN.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(largest - base)
@@ -167,7 +167,7 @@ def prefill_kernel(
 ):
     """Program (tile of queries, block of query heads of one KV head). Rows of `query` and `out` start at the first
     token of `first_request`."""
-    # A long request's last queries see the most keys; they go first.
+    # The last queries of a long request see the most keys, so they go first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     block_queries: tl.constexpr = BLOCK_M // GROUP_BLOCK
     request, request_tile = find_request(tile, query_start, first_request, num_requests, block_queries)

@@ -86,7 +86,7 @@ def page_view(pages: torch.Tensor, fp8_mantissa: int) -> torch.Tensor:
 
 
 def _interpreter_cannot_multiply(dtype: torch.dtype) -> bool:
-    """The interpreter keeps bfloat16 as integers and multiplies these."""
+    """The interpreter represents bfloat16 by integers and would multiply those."""
     return dtype == torch.bfloat16 and triton.knobs.runtime.interpret
 
 

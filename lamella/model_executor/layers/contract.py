@@ -41,11 +41,11 @@ class Operators(Protocol):
         ...
 
     def prepare(self, model: Model) -> None:
-        """Make what steps use of the model's weights, once, when they have been loaded."""
+        """Make what the steps need from the model's weights. Called once, when the weights have been loaded."""
         ...
 
     def unsupported(self, layer: DecoderLayer) -> str | None:
-        """Why the layer is not run by what is fused, but by finer operations one after the other; None: it is."""
+        """Why the fused path cannot run the layer, which finer operations then do one after the other; None: it can."""
         ...
 
     def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
@@ -66,8 +66,8 @@ class Operators(Protocol):
         """All tokens through `layers`, one after the other; rotaries: of each.
 
         x [T, width] is the residual stream, normed what the first layer's input norm makes of it. Returns x after the
-        last layer, and what `following` makes of that. Both may be overwritten. All T tokens leave each layer, but for
-        the last one, which only `step.output_rows` leave: results are of those.
+        last layer, and what `following` makes of that. Both may be overwritten. All T tokens leave each layer but the
+        last. Those that leave the last are `step.output_rows`, and the results are of those.
         """
         ...
 

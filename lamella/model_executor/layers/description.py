@@ -37,7 +37,8 @@ class Norm:
 class Projection:
     """A linear layer [num_out, num_in]: the outputs of its parts side by side.
 
-    tensors: by what their names end in, in the form that the operators asked for: "weight" in rows, others in others.
+    tensors: by the last part of their names. Weights are in the form that the operators asked for, which names them:
+    "weight" where they lie in rows, others in other forms.
     """
 
     def __init__(self, name: str, parts: Sequence[Part], num_in: int, *, has_bias: bool = False) -> None:
@@ -85,7 +86,7 @@ class DenseMLP:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """Its parts in their order. index: of the layer in its model."""
+    """A layer's parts in the order in which they run. index: which layer of the model it is."""
 
     index: int
     input_norm: Norm | None
@@ -127,14 +128,15 @@ class Model:
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take the tensors as they are, without a copy (they may be memory-mapped).
 
-        Raises InvariantError for a name that is nobody's, and where a part of the model gets none.
+        Raises InvariantError for a tensor that no part of the model has a place for, and for a part that gets no
+        tensor.
         """
         by_name = {holder.name: holder for holder in self._holders}
         vectors = {each.name for each in self.parameters() if is_vector(each.name)}
         for name, tensor in tensors.items():
             place, _, ending = name.rpartition(".")
             holder = by_name.get(place)
-            # A weight's endings are its form's; norms and biases have one name each.
+            # A weight's form says what its tensors are called; a norm or a bias is one tensor under its own name.
             is_of_form = isinstance(holder, Projection) and ending != "bias"
             if holder is None or not (is_of_form or name in vectors):
                 raise InvariantError(f"the model has no place for {name}")

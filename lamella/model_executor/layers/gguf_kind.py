@@ -43,7 +43,8 @@ class GgufLinear:
 
 
 def _part(weight: Projection, part: BlockPart, start: int, stop: int) -> GgufWeight | PackedWeight:
-    """Outputs [start, stop) of the layer, which lie in `part`, start a multiple of a panel from its beginning."""
+    """Outputs [start, stop) of the layer. They lie in `part`, and start is a whole number of panels after its
+    beginning."""
     panels = weight.tensors[part.ending][(start - part.start) // PANEL : -(-(stop - part.start) // PANEL)]
     if part.type_name in FORMATS:
         return GgufWeight(panels, part.type_name, stop - start, weight.num_in)

@@ -39,7 +39,8 @@ class NativeScores:
 
     def top(self, rows: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
         num_top = min(num_top, self.vocab_size)
-        # A cap can make different scores equal, and then the lower id counts: all must be seen.
+        # The soft-cap can round different scores to equal ones. Of those the lowest id counts, so all scores are
+        # needed.
         if self.find_top is not None and self.cap is None:
             return self.find_top(self.hidden[rows], num_top)
         logits = self.logits(rows)

@@ -30,10 +30,11 @@ class NativeOperators:
 
     def __init__(self, kind: LinearKind) -> None:
         self._kind = kind
-        self._linears: dict[tuple[str, int, int], LinearLayer] = {}  # projection, first and last + 1 of its outputs
-        self._tails: dict[int, LayerTail] = {}  # of each layer
+        # (name of the projection, first output, last output + 1) -> the layer of these outputs.
+        self._linears: dict[tuple[str, int, int], LinearLayer] = {}
+        self._tails: dict[int, LayerTail] = {}  # layer -> what follows its attention
         self._weights: dict[int, DecoderWeights] = {}  # of the layers that run as one call
-        self._places: list[LayerPlace] = []  # those that `_paged` are of
+        self._places: list[LayerPlace] = []  # the places that `_paged` was made for
         self._paged: dict[int, decoder.PagedLayer] = {}  # the layers that run as one call, with their pages
 
     @property
@@ -67,7 +68,7 @@ class NativeOperators:
                 )
 
     def _add(self, projection: Projection, start: int, stop: int) -> LinearLayer:
-        """Outputs [start, stop) of the projection."""
+        """Make the outputs [start, stop) of the projection a layer of their own."""
         layer = self._linears[projection.name, start, stop] = self._kind.layer(projection, start, stop)
         return layer
 
@@ -118,11 +119,12 @@ class NativeOperators:
         x: torch.Tensor,
         normed: torch.Tensor,
     ) -> None:
-        """As one call; x and normed change in place."""
+        """Run the layers as one call of the library; x and normed change in place."""
         backend = _native(step)
         if step.places is not self._places:
             self._bind(step.places)
-        steps: dict[tuple[int, KVCacheSpec, int, RotaryConfig | None], LayerStep] = {}  # what layers share
+        # Layers with the same key share one.
+        steps: dict[tuple[int, KVCacheSpec, int, RotaryConfig | None], LayerStep] = {}
         of_layers = []
         for layer, rotary in zip(layers, rotaries, strict=True):
             place, config = step.place(layer.index, has_kv=True), layer.attention.config
@@ -148,7 +150,8 @@ class NativeOperators:
         normed: torch.Tensor,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """K and V of all tokens, queries of `rows` (None: of all): [S, num_heads * v_dim]."""
+        """Write K and V of all tokens and attend with the queries of `rows` (None: of all) -> [S, num_heads *
+        v_dim]."""
         attention, config = layer.attention, layer.attention.config
         projection, num_query = attention.qkv_proj, config.query_columns
         has_kv = config.kv_owner is None

@@ -13,7 +13,7 @@ from lamella.model_executor.step_attention import StepAttention
 
 
 class Stack:
-    """A loaded model on operators."""
+    """A loaded model with the operators that run its layers."""
 
     def __init__(self, model: Model, operators: Operators) -> None:
         operators.prepare(model)
@@ -43,7 +43,8 @@ class Stack:
         normed = x.clone() if self._first_norm is None else operators.norm(x, self._first_norm)
         first, num_layers = 0, len(model.layers)
         while first < num_layers:
-            # As many layers at once as all tokens leave, and with them the first that only some leave.
+            # Hand over at once the layers that all tokens leave, and with them the next one, which only some tokens
+            # leave.
             last = first
             while last < num_layers - 1 and step.output_rows(last) is None:
                 last += 1
@@ -60,5 +61,6 @@ class Stack:
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | HeadScores:
-        """hidden [S, hidden_size] -> float32 [S, vocab_size] (may be a transposed view), or what computes parts."""
+        """hidden [S, hidden_size] -> float32 [S, vocab_size] (may be a transposed view), or what computes only those
+        that are asked for."""
         return self.operators.head(self.model.head, hidden, self.model.config.final_logit_softcap)

@@ -17,8 +17,8 @@ from lamella.model_executor.step_attention import StepAttention
 
 
 class Operations(Protocol):
-    """x is [T, width]. Biases, where a projection has one, are added by what reads its product: after the sum over
-    workers, and without a pass of their own."""
+    """x is [T, width]. The bias of a projection is added by the operation that reads its product: so it comes after the
+    sum over workers, and takes no pass of its own."""
 
     def multiply(self, projection: Projection, x: torch.Tensor, columns: slice) -> torch.Tensor:
         """x [T, num_in] by the weight: [T, len(columns)], of the outputs `columns`."""
@@ -50,7 +50,8 @@ class Operations(Protocol):
         post_norm: Norm | None,
         next_norm: Norm | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + post_norm(y + bias), and next_norm of that; without a norm, the thing itself. x may be overwritten."""
+        """x + post_norm(y + bias), and next_norm of that sum. Where a norm is None, its input goes on as it is. x may
+        be overwritten."""
         ...
 
 
@@ -83,7 +84,8 @@ def run_layer(
 
     Returns the stream after the layer, and next_norm of it, of the S tokens that leave the layer.
     """
-    rows = step.output_rows(layer.index)  # the others are seen by later tokens of this layer, and end here
+    # Tokens that are not in `rows` give K and V, which later tokens of this layer see, and end here.
+    rows = step.output_rows(layer.index)
     attended = operations.attention(step, layer, rotary, normed, rows)  # [S, num_heads * v_dim]
     if rows is not None:
         x = x[rows]
@@ -105,15 +107,16 @@ def project(
 
 
 def reduce(y: torch.Tensor) -> torch.Tensor:
-    """The sum over all workers of what each has computed of a layer's output; with one worker, that is it."""
+    """The sum over all workers of what each has computed of a layer's output. With one worker it is what that one has
+    computed."""
     return y
 
 
 def project_heads(
     operations: Operations, layer: DecoderLayer, normed: torch.Tensor, rows: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Queries of `rows` (None: of all), and keys and values of all tokens side by side, before any bias; None where the
-    layer reads another's. One product where both are of the same tokens."""
+    """Queries of `rows` (None: of all), and keys and values of all tokens side by side, before any bias; None in place
+    of keys and values where the layer reads another's. It is one product where both are of the same tokens."""
     projection, num_query = layer.attention.qkv_proj, layer.attention.config.query_columns
     if projection.num_out == num_query:
         return project(operations, projection, normed if rows is None else normed[rows]), None

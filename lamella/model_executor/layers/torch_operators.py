@@ -20,7 +20,7 @@ class TorchOperators:
     weight_form = RowMajor()
 
     def prepare(self, model: Model) -> None:
-        """Nothing: weights are used as they lie."""
+        """Does nothing: weights are used as they are stored."""
 
     def unsupported(self, layer: DecoderLayer) -> str | None:
         return "eager PyTorch fuses nothing"

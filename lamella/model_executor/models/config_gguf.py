@@ -45,9 +45,9 @@ _NUMBERS = {
     "rope.scale_linear": ranges.ROPE_FACTOR,
     "final_logit_softcapping": ranges.SOFTCAP,
 }
-# Keys that say where a model comes from, or what another reader may do with it: they change nothing that is computed.
+# Keys that say where a model comes from, or that are meant for other programs. They change nothing that is computed.
 _TOLD_ONLY = ("vocab_size", "rope.scaling.original_context_length", "rope.scaling.finetuned", "attn_logit_softcapping")
-# Keys that change what a model computes, and the value with which they do not.
+# Keys that change what a model computes, each with the value that changes nothing.
 _NEUTRAL: dict[str, Any] = {
     "attention.causal": True,
     "rope.scaling.attn_factor": 1.0,
@@ -157,7 +157,7 @@ class ConfigGguf:
         ]
         template = self._everything.optional_string("tokenizer.chat_template") or ""
         if _TURN_END in template and self._everything.has_value(TOKENS_KEY):
-            # A chat model ends its turn with this token; many files name <eos> alone.
+            # A chat model ends its turn with this token, but many files name only <eos> as their end token.
             tokens = read_gguf_header(self._header.path, string_arrays=(TOKENS_KEY,)).fields().strings(TOKENS_KEY)
             ids.append(tokens.index(_TURN_END) if _TURN_END in tokens else None)
         return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))

@@ -1,7 +1,7 @@
 """config.json as typed fields: what each name may hold, whatever family of models it describes.
 
-A family reads the names that it knows from here; what it makes of them, and what transformers fills in where they are
-left out, stands with the family.
+A family reads the names that it knows from here. What they mean to it, and what transformers fills in where they are
+left out, is said in the family's own file.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class ConfigJson:
 def read_rope(config: ConfigJson) -> RopeScaling:
     """The rotary embedding that an object of `rope_parameters`, or `rope_scaling`, describes.
 
-    Raises ModelLoadError, too, for another kind of scaling than linear, for names that are not known, since each may
-    change what the embedding is, and for a factor without a type, which transformers does not apply.
+    Raises ModelLoadError also for scaling that is not linear, for unknown names, since any of them may change the
+    embedding, and for a factor without a type, which transformers does not apply.
     """
     fields = config.fields
     unknown = sorted(set(fields) - _ROPE_KEYS)

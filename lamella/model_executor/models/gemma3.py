@@ -59,7 +59,7 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
             rms_norm_eps=text.number("rms_norm_eps", 1e-6),
             max_position_embeddings=text.integer("max_position_embeddings", 131072),
             layers=_layers(text, shape),
-            # transformers asks the whole config alone, even where the text part says otherwise.
+            # transformers reads this from the whole config only, even where the text part says something else.
             tie_word_embeddings=config.boolean("tie_word_embeddings", True),
             embedding_scale=hidden_size**0.5,
             final_logit_softcap=text.optional_number("final_logit_softcapping"),
@@ -142,8 +142,8 @@ def _layers(text: ConfigJson, shape: _Shape) -> tuple[LayerConfig, ...]:
 
 
 def _rope(text: ConfigJson, kind: str) -> tuple[float, float]:
-    """(theta, position divisor) of the layers of `kind`. The old scaling keys speak of full layers only, and the new
-    ones give way to them, as in transformers."""
+    """(theta, position divisor) of the layers of `kind`. The old scaling keys are about full layers only. Where both
+    are given they win over the new ones, as in transformers."""
     nested = ConfigJson(text.fields.optional_object("rope_parameters"))
     others = sorted(set(nested.fields) - set(_KINDS))
     if others:
@@ -155,7 +155,7 @@ def _rope(text: ConfigJson, kind: str) -> tuple[float, float]:
     if kind == "full_attention" and text.fields.has_value("rope_scaling"):
         parameters = parameters.overlaid(text.fields.object("rope_scaling"))
     rope = read_rope(ConfigJson(parameters))
-    # Read even where it is not used, so that a value out of range is never passed over.
+    # It is read even where it is not used, so that a value out of range is always refused.
     old_theta = text.number("rope_theta" if kind == "full_attention" else "rope_local_base_freq", _ROPE_THETA[kind])
     return rope.theta or old_theta, rope.factor
 
@@ -203,7 +203,7 @@ def _gguf_layers(config: ConfigGguf, num_layers: int, shape: _Shape) -> tuple[La
     local_theta = config.number("rope.freq_base_swa", _ROPE_THETA["sliding_attention"])
     sliding = shape.layer("sliding_attention", config.integer("attention.sliding_window"), local_theta)
     full = shape.layer("full_attention", None, config.number("rope.freq_base"), config.rope_factor())
-    slides = config.sliding_pattern(num_layers, _FULL_EVERY)  # files seldom state it
+    slides = config.sliding_pattern(num_layers, _FULL_EVERY)  # few files state it
     return tuple(sliding if each else full for each in slides)
 
 

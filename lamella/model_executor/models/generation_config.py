@@ -14,12 +14,12 @@ from lamella.model_executor.models.typed_json import read_json_object
 
 GENERATION_CONFIG = "generation_config.json"
 _MAX_COUNT = 2**31 - 1
-_HIGHEST_TEMPERATURE = 2.0  # of SamplingParams, as are the other ranges
-_USUAL_MAX_TOKENS = 16  # of SamplingParams, too
+_HIGHEST_TEMPERATURE = 2.0  # the limit of SamplingParams, as are the other ranges
+_USUAL_MAX_TOKENS = 16  # the default of SamplingParams
 
 # What generate() of transformers takes beyond what is read here. A value in the tuple, or null, asks for nothing.
 _NOT_HONOURED: dict[str, tuple[Any, ...]] = {
-    "max_length": (),  # of prompt and output together: no number of tokens to generate
+    "max_length": (),  # it limits prompt and output together, so it is no max_tokens
     "min_length": (0,),
     "max_time": (),
     "num_beams": (1,),
@@ -96,7 +96,7 @@ def parse_generation_config(fields: TypedFields) -> GenerationConfig:
             f"{fields.place}: min_new_tokens={least} is more than max_new_tokens={most}; lower it, or leave one out"
         )
     if least is not None and most is None and least > _USUAL_MAX_TOKENS:
-        wanted["max_tokens"] = least  # what SamplingParams has otherwise would contradict it
+        wanted["max_tokens"] = least  # the default of SamplingParams would be less than min_tokens
     has_ends = fields.has_value("eos_token_id")
     return GenerationConfig(
         fields.token_ids("eos_token_id", high=TOKEN_ID.high) if has_ends else None,

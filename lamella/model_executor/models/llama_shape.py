@@ -89,7 +89,7 @@ def model_from_json(
     shape: LlamaShape,
     layers: tuple[LayerConfig, ...],
 ) -> ModelConfig:
-    """defaults: bos_token_id and eos_token_id among them, where transformers has such."""
+    """defaults: what transformers fills in, bos_token_id and eos_token_id included where it has them."""
     bos_token_id = config.optional_integer("bos_token_id")
     if "bos_token_id" not in config:
         bos_token_id = defaults.get("bos_token_id")

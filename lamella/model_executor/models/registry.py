@@ -19,7 +19,7 @@ FAMILIES: tuple[Family, ...] = (GEMMA3, LLAMA, MISTRAL, QWEN2)
 
 
 def known_architectures() -> str:
-    """What config.json may name, for people."""
+    """The names that config.json may give, as text for messages."""
     names = [family.architectures[0] for family in FAMILIES]
     names += [f"{name} (its text model)" for family in FAMILIES for name in family.multimodal_architectures[:1]]
     return ", ".join(names)

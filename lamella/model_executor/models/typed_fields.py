@@ -1,4 +1,4 @@
-"""Named values from a file that nobody vouches for, read one by one with a type and a range.
+"""Named values from an untrusted file, read one by one with a type and a range.
 
 Whoever reads a field says what it may be; everything else raises a ModelLoadError that names the file, the field, the
 value and what would work. So a reader of a format lists fields and ranges, and never lists exceptions.

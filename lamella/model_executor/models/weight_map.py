@@ -1,4 +1,4 @@
-"""How a family's checkpoints spell the tensors of a model, and what they hold otherwise than the model does."""
+"""How a family's checkpoints name the tensors of a model, and which values they store differently from the model."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _ROTARY_BUFFER = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\w*\.\w*inv_f
 @dataclass(frozen=True, slots=True)
 class WeightMap:
     """prefixes: what may stand before a model's own names in safetensors, longer ones first.
-    other_parts: of a multimodal checkpoint, below an optional "model.": prefix -> what it is of. A text model does
-    without them.
+    other_parts: prefixes of tensors in multimodal checkpoints that a text model does not need, below an optional
+    "model." -> what they belong to.
     *_norm_offset: what turns a stored norm weight into the multiplier that the model applies.
     gguf_pairs: whether GGUF files hold the rows of Q and K in pairs of a head's two halves (row 2i + s is row i of half
     s), as llama.cpp's converter leaves them for architectures whose rotary embedding it turns in pairs.
@@ -53,8 +53,8 @@ class WeightMap:
     gguf_pairs: bool = False
 
     def from_safetensors(self, name: str) -> str:
-        """A stored name -> the model's; a name that is none of the family's comes back as it is, so that whoever plans
-        the parameters can say that it has no place."""
+        """A stored name -> the model's. A name that the family does not know comes back as it is, so that the error for
+        a tensor without a place can name it."""
         inner = next((name.removeprefix(prefix) for prefix in self.prefixes if name.startswith(prefix)), name)
         layer = re.fullmatch(r"(layers\.\d+\.)(.+)(\.\w+)", inner)
         if layer and layer[2] in self.safetensors_layer:
@@ -70,7 +70,7 @@ class WeightMap:
         return f"{_GGUF_MODEL[stem]}.{suffix}" if stem in _GGUF_MODEL else name
 
     def left_out(self, name: str) -> str | None:
-        """What a tensor belongs to that the model knowingly does without; None: it does not do without it."""
+        """What a tensor belongs to that the model deliberately leaves out; None: it does not leave the tensor out."""
         inner = name.removeprefix("model.")
         for prefix, part in self.other_parts.items():
             if inner.startswith(prefix):

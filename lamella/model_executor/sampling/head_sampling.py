@@ -1,4 +1,5 @@
-"""Sampling where logits are computed on demand: rows whose choice needs few columns never have all of them written."""
+"""Sampling where logits are computed on demand: a row whose choice depends on few columns never has all of them
+written."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ MAX_TOP = 64  # the most columns that are cheaper to find than to write all
 def sample_from_head(sampler: Sampler, scores: HeadScores, batch: SamplingBatch) -> StepResult:
     """What `sampler(all logits, batch)` returns, bit for bit.
 
-    Greedy rows need one column, rows with a small top_k so many; bans, penalties and log-probabilities need the whole
-    row.
+    Greedy rows need one column, and rows with a small top_k need top_k of them; bans, penalties and log-probabilities
+    need the whole row.
     """
     num_rows = len(batch.temperature)
     needs_all = batch.num_logprobs >= 0

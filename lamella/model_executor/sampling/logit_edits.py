@@ -15,7 +15,8 @@ from lamella.model_executor.step_plan import SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """Entries of the logits, none twice, and what becomes of each. On the CPU or where the logits are."""
+    """Entries of the logits, none twice, and how each is changed. The tensors lie on the CPU, or where the logits
+    are."""
 
     rows: torch.Tensor  # int64 [n]
     token_ids: torch.Tensor  # int64 [n]
@@ -23,11 +24,11 @@ class LogitEdits:
 
     @staticmethod
     def of(batch: SamplingBatch) -> LogitEdits | None:
-        """Those of a batch, on the CPU; None: there are none."""
+        """The edits that a batch asks for, on the CPU; None: it asks for none."""
         parts = []
         for row, penalties in batch.penalties.items():
             token_ids, counts = penalties.token_ids, penalties.output_counts
-            if row in batch.banned_token_ids:  # a ban wins
+            if row in batch.banned_token_ids:  # a banned token needs no penalty
                 allowed = ~np.isin(token_ids, batch.banned_token_ids[row])
                 token_ids, counts = token_ids[allowed], counts[allowed]
             subtracted = penalties.frequency * counts + penalties.presence * (counts > 0)
@@ -49,7 +50,8 @@ class LogitEdits:
         return LogitEdits(torch.from_numpy(rows), torch.from_numpy(token_ids), torch.from_numpy(factors))
 
     def to(self, device: torch.device) -> LogitEdits:
-        """Without waiting: the copies come before whatever is put on the device's stream next."""
+        """The edits on the device. Nobody waits: the copies are done before whatever is put on the device's stream
+        next."""
         return LogitEdits(*(to_device(tensor, device) for tensor in (self.rows, self.token_ids, self.factors)))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:

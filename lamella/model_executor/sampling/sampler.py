@@ -41,7 +41,7 @@ class KeptTokens:
 
 
 class Sampler:
-    """Stateless."""
+    """Chooses tokens on the host. It keeps no state between calls."""
 
     @torch.inference_mode()
     def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
@@ -122,7 +122,8 @@ def _largest_of_blocks(logits: torch.Tensor, maxima: torch.Tensor) -> tuple[np.n
     """Each row's argmax (the lowest id among equals) int64 [S] and its logit float32 [S]."""
     first = maxima.argmax(1, keepdim=True) * _BLOCK_COLUMNS  # [S, 1]; argmax takes the first of equals
     columns = first + torch.arange(_BLOCK_COLUMNS, device=logits.device)
-    columns.clamp_(max=logits.shape[1] - 1)  # repeats of the last column come after it, so they never win
+    # Repeats of the last column come after it, so they are never the first of equals.
+    columns.clamp_(max=logits.shape[1] - 1)
     block = logits.gather(1, columns)
     within = block.argmax(1, keepdim=True)
     return (
@@ -132,7 +133,8 @@ def _largest_of_blocks(logits: torch.Tensor, maxima: torch.Tensor) -> tuple[np.n
 
 
 def unusable_rows(best_logits: np.ndarray, rows: np.ndarray | None = None) -> dict[int, str]:
-    """Rows whose largest logit is no number -> what to say of it. rows: what the rows are called, if not 0, 1, …"""
+    """Rows whose largest logit is NaN or infinite -> the reason to give. rows: the rows' numbers, where they do not
+    just count up from 0."""
     problems = {}
     for place in np.flatnonzero(~np.isfinite(best_logits)).tolist():
         problems[place if rows is None else int(rows[place])] = (
@@ -143,7 +145,7 @@ def unusable_rows(best_logits: np.ndarray, rows: np.ndarray | None = None) -> di
 
 
 def _needs_row_mass(top_k: int, top_p: float, min_p: float) -> bool:
-    """Whether top_p is a share of the whole row, which a few columns cannot tell."""
+    """Whether top_p is a share of the whole row's mass, which the largest columns alone do not tell."""
     return top_p < 1.0 and top_k == 0 and min_p == 0.0
 
 
@@ -154,7 +156,7 @@ def _draw_rows(
     vocab_size = logits.shape[1]
     maxima_host = maxima.cpu().numpy()
     token_ids = np.empty(len(rows), dtype=np.int64)
-    whole: list[int] = []  # places in `rows` that need all their columns
+    whole: list[int] = []  # indices into `rows` of the rows that need all their columns
     for place, row in enumerate(rows):
         top_k, top_p, min_p = _filters_of(batch, row, vocab_size)
         if _needs_row_mass(top_k, top_p, min_p) or (top_k, top_p, min_p) == (0, 1.0, 0.0):
@@ -209,7 +211,7 @@ def _most_likely(row: torch.Tensor, maxima: np.ndarray, num_tokens: int) -> tupl
         token_ids = np.arange(vocab_size)
         threshold = -np.inf
     elif num_tokens <= num_blocks:
-        # At least num_tokens values reach the num_tokens-th largest maximum: those maxima themselves.
+        # At least num_tokens values are as large as the num_tokens-th largest maximum, namely the maxima down to it.
         threshold = np.partition(maxima, num_blocks - num_tokens)[num_blocks - num_tokens]
         blocks = np.flatnonzero(maxima >= threshold)
         token_ids = (blocks[:, None] * _BLOCK_COLUMNS + np.arange(_BLOCK_COLUMNS)).ravel()

@@ -105,7 +105,7 @@ class ChatRenderer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the chat template's text is not valid Unicode: {error.reason}") from error
-        except Exception as error:  # whatever a template raises is the template's
+        except Exception as error:  # whatever is raised here comes from the template
             raise _refusal(error) from error
         return text
 
@@ -134,7 +134,7 @@ class ChatRenderer:
         try:
             takes_parts = takes_content_parts(self._sandbox.parse(source))
             return CompiledTemplate(source, self._sandbox.from_string(source), takes_parts)
-        except Exception as error:  # its syntax, or what Python's compiler says of the code made from it
+        except Exception as error:  # the template's syntax, or Python's compiler refuses the code made from it
             raise _refusal(error) from error
 
 

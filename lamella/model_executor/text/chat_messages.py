@@ -89,7 +89,7 @@ def _content(parts: Sequence[Any], place: str, takes_parts: bool) -> Any:
                 f'{place}[{index}] is {part!r:.{_SHOWN_CHARS}}: this model takes text alone; must be {{"type": "text", '
                 '"text": ...}'
             )
-    # Parts without a type are between the caller and a template that goes through them.
+    # Parts without a type are passed on as they are: the template may know what to do with them.
     return parts if takes_parts else "\n".join(texts)
 
 

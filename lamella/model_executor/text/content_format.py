@@ -21,7 +21,8 @@ def takes_content_parts(template: nodes.Template) -> bool:
 
 
 def _is_part(node: nodes.Node, names: set[str]) -> bool:
-    """Whether it is content[number]; whoever looks into that takes it for a part, for a character has no fields."""
+    """Whether the node is content[number]. A template that looks into that takes it for a part, since a character has
+    no fields."""
     if not isinstance(node, nodes.Getitem) or not isinstance(node.arg, nodes.Const):
         return False
     return isinstance(node.arg.value, int) and _is_content(node.node, names)

@@ -63,5 +63,5 @@ def byte_level_document(fields: TypedFields, spelled: Sequence[str]) -> dict[str
 
 
 def _pre_tokenizer(fields: TypedFields) -> PreTokenizer:
-    # Another rule would give other tokens, and worse answers, without a word: so there is no default.
+    # There is no default: a wrong rule would give other tokens and worse answers without any error.
     return PRE_TOKENIZERS[fields.string(_PRE_KEY, choices=tuple(PRE_TOKENIZERS))]

@@ -41,7 +41,7 @@ def sentencepiece_document(
     return {
         "added_tokens": _added_tokens(fields, spelled, vocab, merged, stated_special, template),
         **_space_rules(has_prefix=fields.boolean("tokenizer.ggml.add_space_prefix", not is_gemma)),
-        # Files that do not say get a bos, as in llama.cpp.
+        # Where a file does not say, texts get a bos, as in llama.cpp.
         "post_processor": vocabulary.affix_post_processor(fields, tokens, adds_bos=True),
         "model": {
             "type": "BPE",
@@ -105,7 +105,7 @@ def _implied_merges(vocab: Mapping[str, int], scores: Sequence[float] | None) ->
 def _written_merges(
     merges: Sequence[tuple[str, str]], vocab: Iterable[str]
 ) -> Sequence[str] | Sequence[tuple[str, str]]:
-    """As strings "left right" where no token holds a space: that form is read in half the time."""
+    """The merges as strings "left right" where no token holds a space, because that form is read in half the time."""
     if any(" " in token for token in vocab):
         return merges
     return [f"{left} {right}" for left, right in merges]

@@ -25,7 +25,7 @@ _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 MAX_TOKENIZER_BYTES = 512 << 20
 _MAX_TOKEN_ID = 2**31 - 1
 
-# A tokenizer class of transformers has names of its own for what a folder does not state.
+# Special tokens that a tokenizer class of transformers has where a folder does not state them.
 _CLASS_TOKENS = {
     "GemmaTokenizer": {
         "bos_token": "<bos>",
@@ -115,7 +115,7 @@ def read_special_tokens(folder: Path, config: TypedFields, vocabulary: tokenizer
             stated = read_json_object(folder / "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES).objects("added_tokens")
             for token_id in [token.integer("id", high=_MAX_TOKEN_ID) for token in stated]:
                 added.pop(token_id, None)
-        if not extra and not own_names:  # the older of the two fields counts where nothing newer does
+        if not extra and not own_names:  # the older of the two fields counts only where the newer one has nothing
             extra = [_as_special(token) for token in map_extra]
         own_names |= map_names
         for _, known in sorted(vocabulary.get_added_tokens_decoder().items(), key=lambda item: item[0]):

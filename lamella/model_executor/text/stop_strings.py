@@ -1,14 +1,14 @@
 """Where a growing text completes a stop string, and how much of its end may become one.
 
-Every position of the text whose character some stop string begins with is a *start*. Of the sorted stop strings those
-that a start can still become are neighbours, so it is known by a range of them and by how many of its characters
-that range was compared with. Few starts need looking at when text is added:
+Every position of the text whose character some stop string begins with is a *start*. The stop strings that a start can
+still become are neighbours when sorted. So a start is a range of the sorted strings, and the number of its characters
+that have been compared. Few starts need looking at when text is added:
 
 - the earliest, for it says how much must be held back. Once it can become nothing the next one is the earliest.
 - one that is so long now that the shortest string of its range may be complete.
 
-The others wait. So a character is compared a few times however many stop strings there are and however long they are,
-and more often only where the text does begin like them.
+The others wait. So each character is compared only a few times, however many and however long the stop strings are;
+more often only where the text really begins like them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class StopMatcher:
         self._num_chars = 0
         self._recent = ""  # the end of the text, long enough for every start
         self._starts: OrderedDict[int, _Start] = OrderedDict()  # by position, ascending
-        self._to_check: list[tuple[int, int]] = []  # heap of (check_at, position); some are out of date
+        # Heap of (check_at, position). Entries of starts that have changed since stay in it.
+        self._to_check: list[tuple[int, int]] = []
         self._mark = self._certain_end = -1
         self._before_mark: dict[int, _Start] = {}  # starts that changed after the mark, as they were
 

@@ -1,8 +1,8 @@
 """What rendering one chat template may cost, counted instead of timed, so that the same template always ends alike.
 
 One unit is one character written or read. Whatever else a template does is charged in units by what it takes of time
-and memory: a round of a loop, a call, an item of a list. A template comes from the model's folder, which nobody vouches
-for; it is stopped before the step that it cannot pay.
+and memory: a round of a loop, a call, an item of a list. A template comes from the model's folder, which is not
+trusted. It is stopped before the first step that it cannot pay for.
 """
 
 from __future__ import annotations

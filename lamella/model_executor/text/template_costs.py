@@ -157,7 +157,7 @@ _SHALLOW = frozenset(["map", "reject", "rejectattr", "reverse", "select", "selec
 
 
 def _nothing(budget: TemplateBudget, value: Any, arguments: Mapping[str, Any]) -> None:
-    """Costs no more than its step."""
+    """The filter costs nothing beyond the price of a call."""
 
 
 def _number(value: Any) -> int:
@@ -187,7 +187,7 @@ def _wordwrap(budget: TemplateBudget, value: Any, arguments: Mapping[str, Any]) 
 
 
 def _slow_text(budget: TemplateBudget, value: Any, arguments: Mapping[str, Any]) -> None:
-    """Filters that may take time with the square of a text."""
+    """Filters whose time may grow with the square of the text's length."""
     length = _length_units(value)
     budget.spend(length * _TEXT_FACTOR + length * length // 256)
     for argument in arguments.values():
@@ -286,7 +286,7 @@ def _length_units(value: Any) -> int:
 
 
 def refuse_long_integer(value: Any) -> None:
-    """A calculation with it would take time that nothing else about the template tells."""
+    """Calculating with it could take long, and nothing else in the template would show that."""
     if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
         raise TemplateCostError(f"it calculates with integers of more than {MAX_INT_BITS} bits")
 

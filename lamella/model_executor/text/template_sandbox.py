@@ -51,7 +51,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         )
         self.code_generator_class = _MeteredCode
         self._thread = threading.local()
-        # Random text is nothing for a prompt.
+        # Filters that give random text are of no use for prompts.
         del self.globals["lipsum"]
         self.globals.update(
             raise_exception=_raise_exception,
@@ -84,12 +84,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return True
 
     def built(self, value: Any) -> Any:
-        """`value`, a container that was just made, when it is paid."""
+        """Pay for `value`, a container that was just made, and return it."""
         self.budget.spend_size(value)
         return value
 
     def cut(self, value: Any) -> Any:
-        """`value`, a slice that was just made, when it is paid."""
+        """Pay for `value`, a slice that was just made, and return it."""
         self.budget.spend(len(value) * (1 if isinstance(value, (str, bytes)) else ITEM_UNITS))
         return value
 
@@ -177,7 +177,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return metered
 
     def _received(self, result: Any) -> Any:
-        """What a filter returned, when it is paid; what it yields later is paid then."""
+        """Pay for what a filter returned and give it back. If that is a generator, its items are paid for when they are
+        made."""
         if isinstance(result, (str, bytes)):
             self.budget.spend(len(result))
         elif isinstance(result, (list, tuple, dict)):
@@ -196,7 +197,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def _spend_sum(self, value: Any, rest: list[Any], kwargs: Mapping[str, Any]) -> None:
         start = kwargs.get("start", rest[1] if len(rest) > 1 else 0)
         if not isinstance(start, (int, float)):
-            # Each addition of two lists copies all of them so far.
+            # Each addition of two lists copies all that has been added so far.
             self.budget.spend_size(value, 1 + len(value))
 
     def _metered_test(self, name: str, function: Any) -> Callable[..., Any]:
@@ -227,7 +228,7 @@ class _MeteredCode(CodeGenerator):
     def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802
         node.body = [_tick_statement(node.body), *node.body]
         if node.test is not None:
-            # A round that its condition passes over takes time as well.
+            # A round that the loop's condition skips takes time as well.
             node.test = nodes.And(nodes.EnvironmentAttribute("tick(0)"), node.test)
         super().visit_For(node, frame)
 
@@ -273,7 +274,7 @@ class _MeteredCode(CodeGenerator):
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
         self.write("environment.built({")
         for pair in node.items:
-            # A key is read through to find its place.
+            # To find a key's place the whole key is read.
             self._wrapped("compared", pair.key, frame)
             self.write(": ")
             self.visit(pair.value, frame)
@@ -307,7 +308,8 @@ _OPERATORS = {
 
 
 def _tick_statement(body: list[nodes.Node]) -> nodes.ExprStmt:
-    """The statement that pays for a run of `body`. EnvironmentAttribute is written into the code as it stands."""
+    """The statement that pays for a run of `body`. An EnvironmentAttribute becomes an attribute of the environment in
+    the compiled code."""
     num_chars = sum(len(data.data) for node in body for data in node.find_all(nodes.TemplateData))
     num_chars += sum(len(node.data) for node in body if isinstance(node, nodes.TemplateData))
     return nodes.ExprStmt(nodes.EnvironmentAttribute(f"tick({num_chars})"))
@@ -351,7 +353,7 @@ class _EscapeFormatter(_MeteredFields, SandboxedEscapeFormatter):
 
 
 class _TemplateDict:
-    """`dict` in templates: makes dicts, and has nothing else of the type."""
+    """`dict` in templates: it makes dicts and has no other attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -408,7 +410,7 @@ def _parameters(function: Callable[..., Any]) -> inspect.Signature | None:
     num_before = 1 if getattr(function, "jinja_pass_arg", None) is None else 2
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a built-in function that does not say
+    except ValueError:  # a built-in function without a signature
         return None
     return signature.replace(parameters=list(signature.parameters.values())[num_before:])
 
@@ -417,7 +419,7 @@ def _named(parameters: inspect.Signature | None, rest: list[Any], kwargs: Mappin
     """The arguments of a filter by name, defaults included."""
     try:
         bound = parameters.bind(*rest, **kwargs) if parameters is not None else None
-    except TypeError:  # the filter itself will say so
+    except TypeError:  # the call of the filter will raise it
         bound = None
     if bound is None:
         return {str(index): argument for index, argument in enumerate(rest)} | dict(kwargs)

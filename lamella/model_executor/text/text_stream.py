@@ -1,7 +1,7 @@
 """Token ids to text one at a time, at a cost that does not depend on how many there were before.
 
 A character may take several tokens, so some text is not certain yet when its token comes. What is still open, and how
-far back, is the decoder's affair. There are two kinds:
+far back, depends on the decoder. There are two kinds:
 
 - *Byte runs* (SentencePiece with byte fallback: Gemma, Llama 2). Tokens <0x00> to <0xFF> that follow each other are a
   run. If all its bytes are valid UTF-8 the run is that text, else it is one U+FFFD for each of its bytes. So the
@@ -19,8 +19,8 @@ from typing import NamedTuple
 import tokenizers
 
 REPLACEMENT = "\ufffd"
-# Of a window: what is left when it is cut, and from how many tokens on. Three bytes of an unfinished character are
-# in the last three tokens.
+# How many tokens of a window are left when it is cut, and from how many on it is cut. The bytes of an unfinished
+# character, at most three, are in the last three tokens.
 _KEPT_TOKENS = 4
 _MOST_TOKENS = 8
 
@@ -76,7 +76,7 @@ class TextStream:
         """The text that `token_id` completes; "" while a character lacks bytes."""
         self.num_taken_back = 0
         if token_id in self._left_out or self._backend.id_to_token(token_id) is None:
-            return ""  # decoders never see it
+            return ""  # decoders are not given this token
         byte = self._rules.byte_of.get(token_id)
         if byte is not None:
             return self._take_byte(byte)
@@ -105,12 +105,12 @@ class TextStream:
         return characters
 
     def _spoil(self) -> str:
-        """The run's text is no text but this."""
+        """The run is no valid UTF-8: take back what was given of it, and give one U+FFFD for each of its bytes."""
         self.num_taken_back, self.num_tentative = self.num_tentative, 0
         return REPLACEMENT * self._num_run_bytes
 
     def _end_run(self) -> str:
-        """No byte follows: what the run gives that it has not given yet."""
+        """The run has ended: the rest of its text that has not been given out."""
         is_cut_short = not self._is_spoilt and bool(self._utf8.getstate()[0])
         text = self._spoil() if is_cut_short else ""
         self._utf8.reset()

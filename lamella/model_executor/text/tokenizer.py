@@ -44,7 +44,7 @@ class Tokenizer:
         self._extra_special_tokens = tuple(extra_special_tokens)
         self._input_names = tuple(input_names)
         self._renderer = ChatRenderer()
-        self._stream_rules: StreamRules | None = None  # found out when first needed
+        self._stream_rules: StreamRules | None = None  # derived from the decoder when first needed
         self.chat_template = chat_template
 
     def __len__(self) -> int:
@@ -156,7 +156,7 @@ class Tokenizer:
         Raises RequestError for what are no token ids.
         """
         if isinstance(ids, list) and (not ids or type(ids[0]) is int):
-            return self._decode(ids, skip_special_tokens)  # what engines ask for all the time
+            return self._decode(ids, skip_special_tokens)  # the case that engines need all the time, kept short
         given = _python_ids(ids)
         if given and all(isinstance(one, list) for one in given):
             return [self._decode(one, skip_special_tokens) for one in given]

@@ -47,7 +47,7 @@ def read_weight_entry(path: Path, stored: Mapping[str, StoredTensor]) -> dict[st
         return None
     try:
         return map_safetensors(path)
-    except Exception as error:  # gone meanwhile, or damaged in a way the header does not show
+    except Exception as error:  # the file is gone meanwhile, or damaged in a way that its header does not show
         logger.info("converted weights at %s cannot be mapped and will be made anew: %s", path, error)
         return None
 
@@ -59,7 +59,8 @@ def write_weight_entry(
     *,
     sources: Sequence[Path] = (),
 ) -> None:
-    """Convert the parameters straight into a new file at `path`: `stored`, in that order, which is the pieces'.
+    """Convert the parameters straight into a new file at `path`. It holds the tensors in `stored`, in their order,
+    which is also that of the pieces.
 
     sources: the files that they come from. Raises OSError when it cannot be written.
     """

@@ -5,8 +5,9 @@
                                                         .<kind>-<identity>-<random>.part  being written
 
 An entry's name carries the identity of the files it was made from, so a stale entry is simply never found. Writers use
-a name of their own and rename at the end: two processes may race, the last one wins, and both results are the same. A
-writer holds a lock on its part, which the system lets go of when the process ends: a part without it is abandoned.
+a name of their own and rename at the end. Two processes may do so at once: the last one wins, and both results are the
+same. A writer holds a lock on its part, which the system releases when the process ends, so a part without a lock is
+abandoned.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 32
-_EDGE_BYTES = 1 << 16  # of a file's start, where headers are, and of its end
+_EDGE_BYTES = 1 << 16  # sampled at a file's start, where headers are, and at its end
 
 
 def default_cache_dir() -> Path:
@@ -97,7 +98,7 @@ def written_entry(path: Path, *, sources: Sequence[Path] = (), replaces_older: b
                 os.unlink(sum_path(path))
         raise
     finally:
-        os.close(handle)  # and with it the lock: until here, nobody takes the part for abandoned
+        os.close(handle)  # this ends the lock: until here nobody takes the part for abandoned
     kind = path.name.rpartition("-")[0]
     for other in path.parent.glob(f"{kind}-*{path.suffix}") if replaces_older else ():
         if other != path:
@@ -105,7 +106,7 @@ def written_entry(path: Path, *, sources: Sequence[Path] = (), replaces_older: b
 
 
 def remove_entry(path: Path) -> None:
-    """With its checksum. A process that has it mapped keeps its pages."""
+    """Remove an entry and its checksum. A process that has mapped it keeps its pages."""
     for one in (path, sum_path(path)):
         with suppress(OSError):
             one.unlink()

@@ -1,6 +1,6 @@
-"""What lies in the cache folder, for a look at it and for clearing it.
+"""What lies in the cache folder, for listing it and for clearing it.
 
-Only files whose names are those that lamella gives are ever listed, and so removed: the folder may hold other things.
+Only files with names as lamella gives them are listed and removed, for the folder may hold other things.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CacheEntry:
 
 
 def list_cache(cache_dir: Path) -> list[CacheEntry]:
-    """Everything of lamella's in `cache_dir`, the largest first. What a living process is writing is left out."""
+    """All entries in `cache_dir`, the largest first. What a running process is still writing is left out."""
     entries = []
     for path in sorted(cache_dir.glob("*/*")):
         with suppress(OSError):  # gone meanwhile, or another user's
@@ -50,7 +50,7 @@ def list_cache(cache_dir: Path) -> list[CacheEntry]:
 
 
 def clear_cache(cache_dir: Path, entries: Iterable[CacheEntry]) -> list[CacheEntry]:
-    """Remove `entries`, and folders that are empty then. Returns what is gone."""
+    """Remove `entries`, and folders that are empty then. Returns the entries that were removed."""
     removed = []
     for entry in entries:
         remove_entry(entry.path)

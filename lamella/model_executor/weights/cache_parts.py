@@ -1,6 +1,7 @@
 """Files that are being written into the cache, and those whose writer was killed.
 
-A writer holds a lock on its part, which the system lets go of when the process ends: a part without one is abandoned.
+A writer holds a lock on its part, which the system releases when the process ends, so a part without a lock is
+abandoned.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def remove_abandoned(cache_dir: Path) -> list[Path]:
     """Remove the parts in `cache_dir` whose writer is gone; returns them."""
     removed = []
     for part in cache_dir.glob(f"*/.*{PART_SUFFIX}"):
-        with suppress(OSError):  # another's, or gone meanwhile
+        with suppress(OSError):  # it is another user's, or gone meanwhile
             if is_abandoned(part):
                 part.unlink()
                 removed.append(part)
@@ -35,7 +36,7 @@ def remove_abandoned(cache_dir: Path) -> list[Path]:
 
 
 def is_abandoned(part: Path) -> bool:
-    """Whether no process writes it. Raises OSError where it cannot be opened."""
+    """Whether no process writes the part any more. Raises OSError where it cannot be opened."""
     handle = os.open(part, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
     try:
         return _lock(handle, blocking=False) is True

@@ -1,4 +1,5 @@
-"""Whose a file in the cache is. Weights that somebody else wrote would be somebody else's answers.
+"""Whether a file in the cache is the user's own. With weights that somebody else wrote, the model would say what they
+want.
 
 A file, its folder and the cache folder must belong to the user and not be writable by others. The cache folder itself
 may be reached through symbolic links, as where ~/.cache lies on another disk; below it there are none.
@@ -30,8 +31,8 @@ def distrust(path: Path) -> str | None:
 def own_folder(folder: Path) -> None:
     """Make `folder`, and the cache folder it lies in, where they are not there: for the user alone.
 
-    One that the user made writable for others is closed to them: entries in it are checked by themselves. Raises
-    OSError where either is not the user's.
+    A folder that the user made writable for others is closed to them; entries that lie in it are checked one by one.
+    Raises OSError where either folder is not the user's.
     """
     base = folder.parent
     for one in (base, folder):
@@ -46,7 +47,7 @@ def own_folder(folder: Path) -> None:
 
 
 def _user() -> int | None:
-    """None where files have no such owners."""
+    """The user's number; None on systems where files have no such owners."""
     return os.geteuid() if hasattr(os, "geteuid") else None
 
 

@@ -41,14 +41,14 @@ class WeightNames(Protocol):
         ...
 
     def from_safetensors(self, name: str) -> str:
-        """A stored name -> the model's; a name that is none of the family's comes back as it is, so that whoever plans
-        the parameters can say that it has no place."""
+        """A stored name -> the model's. A name that the family does not know comes back as it is, so that the error for
+        a tensor without a place can name it."""
         ...
 
     def from_gguf(self, name: str) -> str: ...
 
     def left_out(self, name: str) -> str | None:
-        """What a stored tensor belongs to, where the model knowingly does without it; else None."""
+        """What a stored tensor belongs to, if the model deliberately leaves it out; else None."""
         ...
 
 
@@ -65,7 +65,7 @@ class Checkpoint(Protocol):
     """Headers are read when one is made, values only by `read_rows`, which may be called from threads."""
 
     tensors: dict[str, CheckpointTensor]
-    left_out: Counter[str]  # what the model knowingly does without -> number of tensors
+    left_out: Counter[str]  # what the model deliberately leaves out -> number of its tensors
     norm_offset: float  # what turns a stored norm weight into the multiplier that the model applies
     has_pairs: bool  # whether rows of Q and K are as `row_pairs.unpaired` takes them
 
@@ -164,7 +164,7 @@ class GgufCheckpoint:
         return self._data.type_name(self.tensors[name].stored_name)
 
     def same_values(self, first: str, second: str) -> bool:
-        """As the protocol has it; matrices in different storage formats count as different, for expanding them takes
+        """See Checkpoint. Matrices in different storage formats count as different, because expanding them would take
         as long as loading."""
         shape = self.tensors[first].shape
         is_alike = self.tensors[second].shape == shape and self.type_name(first) == self.type_name(second)

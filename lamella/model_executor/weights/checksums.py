@@ -87,7 +87,7 @@ def content_digest(path: Path) -> str:
 
 
 def boot_id() -> str:
-    """Of this run of the operating system; "" where it has no such name, and then files are compared each time."""
+    """An id of this run of the operating system; "" where there is none, so that files are compared each time."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -100,7 +100,7 @@ def _state(path: Path) -> list[int]:
 
 
 def read_sum(path: Path) -> dict[str, Any] | None:
-    """What is noted of `path`; None where there is nothing, or nothing that can be trusted."""
+    """What is noted about `path`; None where nothing is, or nothing that can be trusted."""
     noted = path.with_name(path.name + SUM_SUFFIX)
     try:
         if distrust(noted) is not None:

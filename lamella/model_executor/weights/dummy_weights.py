@@ -17,7 +17,8 @@ _STANDARD_DEVIATION = 0.02
 
 
 def check_memory(model: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ModelLoadError where parameters of these shapes cannot be held even in 16 bits: no file bounds them."""
+    """Raise ModelLoadError where parameters of these shapes do not fit into memory even in 16 bits. Without a weight
+    file nothing else limits what a config may ask for."""
     wanted, available = 2 * sum(map(prod, shapes.values())), available_memory_bytes(torch.device("cpu"))
     if wanted > available:
         raise ModelLoadError(

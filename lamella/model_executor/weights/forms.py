@@ -48,7 +48,7 @@ class WeightForm(Protocol):
 
 
 class RowForm(ABC):
-    """A form that is made of float rows, whatever they come from."""
+    """A form that is made from rows of floats, whatever file these come from."""
 
     row_multiple: int  # rows are converted in multiples of so many
 
@@ -147,7 +147,7 @@ def formed_pieces(pieces: Iterable[Piece], form: RowForm) -> Iterator[tuple[str,
 
     The tensors of one parameter follow each other whole, in the order of `WeightForm.tensors`.
     """
-    left: torch.Tensor | None = None  # rows that do not make a panel yet
+    left: torch.Tensor | None = None  # rows that do not fill a panel yet
     later: dict[str, list[torch.Tensor]] = {}  # parts of a parameter's second tensor and further ones
     for plan, row_start, values in pieces:
         if is_vector(plan.name):

@@ -20,7 +20,7 @@ from lamella.native.library import PANEL
 from lamella.native.linear import pack_rows
 
 _ROWS_AT_ONCE = 4096
-_FLOAT = "F32"  # how parts are stored whose type has no kernel
+_FLOAT = "F32"  # the form of parts whose type has no kernel
 
 
 class BlockPart(NamedTuple):
@@ -51,7 +51,7 @@ class GgufBlocks:
         start = 0
         for index, part in enumerate(parts):
             if part.name not in self._checkpoint.tensors:
-                break  # whoever plans the parameters says what is missing
+                break  # an error for the missing tensor is raised when parameters are planned
             stop = start + self._checkpoint.tensors[part.name].shape[0]
             type_name = self._checkpoint.type_name(part.name)
             type_name = type_name if type_name in FORMATS else _FLOAT

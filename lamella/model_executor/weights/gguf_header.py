@@ -174,7 +174,8 @@ class _HeaderReader:
         return values
 
     def _strings(self, length: int) -> list[str]:
-        # Each string takes the eight bytes of its own length at least, so a damaged count cannot make this long.
+        # Each string takes at least the eight bytes that hold its length, so a damaged count cannot make this list
+        # long.
         self._end(8 * length)
         return [self._string() for _ in range(length)]
 
@@ -231,7 +232,8 @@ def tensor_bytes(tensor: GgufTensor) -> int | None:
 
 
 def _refuse_overlaps(path: Path, tensors: Iterable[GgufTensor]) -> None:
-    """No byte of the file belongs to two tensors. Tensors in formats that are not known are told of elsewhere."""
+    """Raise where a byte of the file belongs to two tensors. Tensors in unknown formats are skipped: `storage_problem`
+    tells of them."""
     end, before = 0, ""
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset_bytes):
         if tensor.offset_bytes < end:

@@ -168,4 +168,4 @@ def _weight_entry(source: ModelSource, dtype: torch.dtype, form: WeightForm, cac
             return None
         return weight_entry_path(cache_dir, source.paths, dtype, form)
     except OSError:
-        return None  # the checkpoint's own reader says what is wrong with the files
+        return None  # reading the checkpoint will raise what is wrong with the files

@@ -71,7 +71,8 @@ def existing_path(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError, ValueError):  # too long, a user that is not there, a null character
+    # The name is too long, names an unknown user, or holds a null character.
+    except (OSError, RuntimeError, ValueError):
         return None
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 class Part(NamedTuple):
     """A checkpoint's tensor that fills `num_rows` rows of a parameter.
 
-    head_rows: of how many rows a head is that rotary embedding turns, 0 for all else: there are files that hold these
-    rows in another order (`WeightMap.gguf_pairs`).
+    head_rows: how many rows make a head, for Q and K, which rotary embedding turns; 0 for all else. Some files hold the
+    rows of these heads in another order (`WeightMap.gguf_pairs`).
     """
 
     name: str

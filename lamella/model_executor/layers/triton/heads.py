@@ -60,8 +60,8 @@ def move_heads(
     REST_PADDED: tl.constexpr,
 ):
     """Of NUM heads that follow each other at `source` and at `target`, the TILE from tile * TILE on: each with its bias
-    added, normed, its first HALF elements rotated against the next HALF, and stored as `as_stored` has it. What is None
-    is not done. Elements beyond 2 * HALF are not rotated; REST_PADDED is 0 where there are none."""
+    added, normed, its first HALF elements rotated against the next HALF, and stored as `as_stored` has it. A step whose
+    argument is None is left out. Elements beyond 2 * HALF are not rotated; REST_PADDED is 0 where there are none."""
     head = tile * TILE + tl.arange(0, TILE)
     column = tl.arange(0, HALF_PADDED)
     in_half = column < HALF
@@ -283,7 +283,7 @@ def heads_constants(
     """Compile-time constants and launch options of `heads_kernel`. head_dim: of Q and K, and where v_dim is None of V.
     rotary_dim: the dimensions that are rotated; None: all. fp8_mantissa: FP8_MANTISSA of the attention kernels."""
     v_dim = head_dim if v_dim is None else v_dim
-    # Heads that are not rotated are moved in halves, too.
+    # Heads that are not rotated are moved in two halves as well, so that there is one kernel.
     half = (rotary_dim or head_dim) // 2
     rest = head_dim - 2 * half
     half_padded = triton.next_power_of_2(half)

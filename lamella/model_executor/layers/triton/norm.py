@@ -53,7 +53,8 @@ def add_norm_kernel(
 ):
     """Program (row): x += norm(y + bias) in place, and out, which is contiguous, the norm of that.
 
-    bias, post_weight (then y is added as it is) and next_weight (then there is no out) may each be None.
+    bias, post_weight and next_weight may each be None: without post_weight y is added as it is, without next_weight
+    there is no out.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -66,7 +67,7 @@ def add_norm_kernel(
     if post_weight is not None:
         added = normed_row(values, post_weight, post_eps, column, present, WIDTH)
     total = tl.load(residual, mask=present, other=0.0).to(tl.float32) + added
-    # What is normed is what is kept: x as any later reader finds it.
+    # Norm x as it is stored, after rounding, for that is what any later reader finds.
     kept = total.to(x.dtype.element_ty)
     tl.store(residual, kept, mask=present)
     if next_weight is not None:

@@ -30,7 +30,7 @@ class TritonOperators:
     weight_form = RowMajor()
 
     def prepare(self, model: Model) -> None:
-        """Nothing: weights are used as they lie."""
+        """Does nothing: weights are used as they are stored."""
 
     def unsupported(self, layer: DecoderLayer) -> str | None:
         return None
@@ -110,7 +110,8 @@ class TritonOperators:
 
 
 def _place(step: StepAttention, layer: DecoderLayer) -> LayerPlace:
-    """Where the layer's pages are: these kernels write K and V themselves, in the order of one backend."""
+    """Where the layer's pages are. These kernels write K and V themselves, so the backend must be the one whose page
+    layout they know."""
     if step.backend.name != "triton":
         raise InvariantError(
             f"triton operators were asked to write the pages of backend {step.backend.name!r} themselves; those that "

@@ -87,7 +87,7 @@ def draw_unfiltered(
     masses = tl.load(row_masses + blocks, mask=blocks < num_blocks, other=0.0)
     below_best = key_value(block_maxima.to(tl.int32)).to(tl.float64) - best.to(tl.float64)
     masses = masses * tl.exp(below_best / temperature)
-    masses = tl.where(masses > 0.0, masses, 0.0)  # beyond the last block: NaN
+    masses = tl.where(masses > 0.0, masses, 0.0)  # there is NaN beyond the last block
     cumulative = tl.cumsum(masses, 0)
     target = uniform * tl.max(cumulative, 0)
     block = first_above(cumulative, masses, target, blocks)
@@ -119,8 +119,9 @@ def draw_filtered(
 ):
     """Id of a token. Most likely first.
 
-    What is kept: `kept_count` tokens of mass `kept_mass`, all with keys from `low` on. From there on there are
-    `num_low` of mass `mass_low`, more only by tokens whose logit equals that of the last one kept.
+    The filters keep `kept_count` tokens of mass `kept_mass`, all with keys of at least `low`. `num_low` tokens of mass
+    `mass_low` have such keys; there are more of them than are kept only where several logits equal that of the last
+    token kept.
     """
     inverse_temperature = (1.0 / temperature).to(tl.float32)
     widest = best.to(tl.float64)

@@ -35,7 +35,8 @@ _SMALLEST_WEIGHT = np.nextafter(0.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class DeviceLogprobs:
-    """Of the A rows that asked. top_ids and top_logits are in order of id, the first num_tops[i] of row i."""
+    """Log-probabilities of the A rows that asked for some. Of row i the first num_tops[i] of top_ids and top_logits
+    count, in order of id."""
 
     rows: np.ndarray  # int64 [A]
     num_tops: np.ndarray  # int64 [A]
@@ -73,7 +74,8 @@ class DeviceSample:
 
 
 class DeviceSampler:
-    """Stateless. block_columns: how many columns a program reads at a time, a power of two."""
+    """Chooses tokens on the device. It keeps no state between calls. block_columns: how many columns a program reads at
+    a time, a power of two."""
 
     def __init__(self, block_columns: int = BLOCK_COLUMNS) -> None:
         self.block_columns = block_columns
@@ -95,7 +97,7 @@ class DeviceSampler:
             return DeviceSample(empty, empty.cpu(), torch.empty(0), None, None)
         edits = LogitEdits.of(batch)
         if edits is not None and logits.dtype != torch.float32:
-            logits = logits.float()  # a penalised logit is not to be rounded to 16 bits
+            logits = logits.float()  # otherwise penalised logits would be rounded to 16 bits
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         saved = None
@@ -241,7 +243,7 @@ def row_parameters(batch: SamplingBatch, vocab_size: int) -> np.ndarray:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Without waiting: to be read once the device has got there."""
+    """Copy to the host without waiting. The result may be read once the device has come so far."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

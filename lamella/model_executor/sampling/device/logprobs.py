@@ -70,7 +70,8 @@ def logprobs_kernel(
             row, row_maxima, scratch + index * BLOCK, low, num_low, mass_low, num_top, best_key, best, 1.0, vocab_size,
             num_blocks, False, False, BLOCK,
         )  # fmt: skip
-        num_equal = num_top - num_high  # so many of those in [low, high) are among the top, the lowest ids
+        # So many of the tokens in [low, high) are among the top: those with the lowest ids.
+        num_equal = num_top - num_high
         num_written = num_top * 0
         for block in range(num_blocks):
             if tl.load(row_maxima + block) >= low:

@@ -19,7 +19,7 @@ import triton.language as tl
 NO_INDEX = tl.constexpr(2**31 - 1)
 LOWEST = tl.constexpr(-(2**31))
 WITHOUT_SIGN = tl.constexpr(2**31 - 1)
-NAN_KEY = tl.constexpr(2**31 - 2)  # above the key of +inf, and still one below the largest int32
+NAN_KEY = tl.constexpr(2**31 - 2)  # above the key of +inf, and still below the largest int32
 MINUS_INFINITY_KEY = tl.constexpr(-2139095041)
 NUM_VALUE_STEPS = tl.constexpr(12)
 JUST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-52)
@@ -36,7 +36,7 @@ def order_key(values):
 
 @triton.jit
 def key_value(key):
-    """The float32 of an int32 key that is no NaN's."""
+    """The float32 that belongs to an int32 key, which is not NAN_KEY."""
     bits = key ^ ((key >> 31) & WITHOUT_SIGN)
     return bits.to(tl.float32, bitcast=True)
 
@@ -92,7 +92,8 @@ def measure(row, row_maxima, low, middle, best, inverse_temperature, vocab_size,
 @triton.jit
 def halve(low, high, step):
     """A key above `low` and below `high`."""
-    # By value first: keys are as dense around 0 as in all the rest.
+    # First halve by value: as many keys belong to values close to 0 as to all others, so halving keys would spend its
+    # first steps there.
     halfway = key_value(low.to(tl.int32)) * 0.5 + key_value((high - 1).to(tl.int32)) * 0.5
     middle = tl.where(step < NUM_VALUE_STEPS, order_key(halfway).to(tl.int64), (low + high) >> 1)
     return tl.minimum(tl.maximum(middle, low + 1), high - 1)
@@ -103,7 +104,7 @@ def gather_keys(row, row_maxima, low, high, scratch, vocab_size, num_blocks, BLO
     """int32 [BLOCK]: keys of the row's tokens, at most BLOCK, that lie in [low, high); then LOWEST. scratch: int32
     [BLOCK] of this program's own."""
     lanes = tl.arange(0, BLOCK)
-    tl.debug_barrier()  # what was there has been read
+    tl.debug_barrier()  # all threads have read what was in scratch before
     num_found = tl.sum(tl.zeros([BLOCK], dtype=tl.int32), 0)
     for block in range(num_blocks):
         if tl.load(row_maxima + block) >= low:
@@ -164,7 +165,7 @@ def search(
         step += 1
 
     if (high - low > 1) & (num_low - num_high > 1):
-        # So few are left that the rest goes without reading the row.
+        # So few tokens are left that they are gathered, and the row is not read again.
         keys = gather_keys(row, row_maxima, low, high, scratch, vocab_size, num_blocks, BLOCK)
         weights = tl.exp((key_value(keys) - best) * inverse_temperature).to(tl.float64)
         weights = tl.where(keys == LOWEST, 0.0, weights)
