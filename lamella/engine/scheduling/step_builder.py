@@ -38,7 +38,7 @@ def build_step_plan(
         request_of_token = np.repeat(np.arange(num_requests), num_new)
         positions = np.arange(query_start[-1]) - (query_start[:-1] - num_computed)[request_of_token]
         row_of_token = scheduled[request_of_token]
-    sample_requests = (seq_lens == reached.num_tokens[scheduled]).nonzero()[0]
+    is_complete = seq_lens == reached.num_tokens[scheduled]  # then one token is sampled, behind the last
     blocks = positions // page_tokens
     offsets = positions - blocks * page_tokens
     read_only = _read_only(manager, row_of_token, positions)
@@ -73,8 +73,8 @@ def build_step_plan(
         moves=tuple(PageMoves(*moved) for moved in manager.moves),
         groups=tuple(groups),
         first_step_slot=manager.step_pages.first_page * page_tokens,
-        sample_requests=sample_requests,
-        sampling=rows.sampling_batch(scheduled[sample_requests], reached.num_tokens),
+        num_sampled=is_complete.astype(np.int64),
+        sampling=rows.sampling_batch(scheduled[is_complete], reached.num_tokens),
         token_sources=_token_sources(rows, reached, row_of_token, positions),
     )
 
