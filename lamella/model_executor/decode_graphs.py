@@ -184,7 +184,7 @@ def padding_plan(num_requests: int, table_widths: Sequence[int]) -> StepPlan:
         moves=(),
         groups=groups,
         first_step_slot=0,
-        sample_requests=none,
+        num_sampled=zeros,
         sampling=SamplingBatch(
             temperature=np.zeros(0),
             top_k=none,

@@ -208,7 +208,7 @@ def _null_plan(
         moves=(),
         groups=groups,
         first_step_slot=0,
-        sample_requests=np.arange(num_requests),
+        num_sampled=np.ones(num_requests, dtype=np.int64),
         # Nucleus sampling over the whole vocabulary takes the most memory.
         sampling=SamplingBatch(
             temperature=np.ones(num_requests),

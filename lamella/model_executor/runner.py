@@ -130,10 +130,10 @@ class ModelRunner:
         return launched
 
     def _sample(self, hidden: torch.Tensor, plan: StepPlan) -> LaunchedStep:
-        num_sampled = len(plan.sample_requests)
-        if not num_sampled:
+        num_samples = plan.num_samples
+        if not num_samples:
             return self._finished(StepResult(token_ids=np.zeros(0, dtype=np.int64), logprobs={}))
-        if len(hidden) > num_sampled:  # the model gave the states of all tokens
+        if len(hidden) > num_samples:  # the model gave the states of all tokens
             hidden = hidden[to_device(plan.sampled_tokens, hidden.device)]
         scores = self.model.logits(hidden)
         if not isinstance(scores, torch.Tensor):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lamella.errors import InvariantError
 from lamella.kv_cache.page_transfers import PageMoves
 from lamella.kv_cache.step_memory import GroupPlan
 
@@ -27,10 +28,10 @@ class TokenPenalties:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """How to sample each of the `S` rows that need a token.
+    """How to sample the token after each of the `S` positions that need one: a row each, in StepPlan's order.
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off. A draw depends on (seed, draw_index)
-    alone: draw_index is how many tokens the request has sampled before.
+    alone: draw_index is how many tokens of the request's output come before the one that is drawn.
     banned_token_ids[i]: ids that row i may not produce (end tokens before min_tokens).
     penalties[i]: of row i, where it has any.
     num_logprobs[i]: -1 for none, else how many top log-probabilities to return besides the
@@ -50,11 +51,16 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A ragged batch: R requests, T new tokens, S rows to sample.
+    """A ragged batch: R requests, T new tokens, S tokens to sample.
 
     Requests with one new token whose context is complete come first (`num_decodes` of them).
+    num_sampled counts from a request's end: behind each of its last num_sampled new tokens one is sampled. 0 is a chunk
+    that does not end its prompt, 1 the usual step; k + 1 verifies a draft of k tokens, which are the last new ones. The
+    S samples are those of the first request, in the order of their positions, then those of the second, and so on.
     The arrays are the planner's too: whoever runs the step only reads them, and is done with them when the second
     plan after this one is made.
+
+    Raises InvariantError where num_sampled is negative or more than a request's new tokens.
     """
 
     token_ids: np.ndarray  # int64 [T]; without meaning where token_sources names a sample
@@ -65,16 +71,41 @@ class StepPlan:
     moves: tuple[PageMoves, ...]  # in this order: a page may move on, and its place be used again
     groups: tuple[GroupPlan, ...]
     first_step_slot: int  # slots from here on lie in step pages: what they hold is for this step alone
-    sample_requests: np.ndarray  # int64 [S], which of the R requests get a token
+    num_sampled: np.ndarray  # int64 [R], how many of each request's last new tokens are followed by a sampled one
     sampling: SamplingBatch
     # int64 [T]: which of the S samples of the step launched before is the token; -1: it is in token_ids. None: all are.
     token_sources: np.ndarray | None = None
 
+    def __post_init__(self) -> None:
+        num_sampled, num_new = self.num_sampled, self.query_start[1:] - self.query_start[:-1]
+        if num_sampled.shape != num_new.shape:
+            raise InvariantError(
+                f"num_sampled has shape {list(num_sampled.shape)}; {len(num_new)} requests take [{len(num_new)}]"
+            )
+        if ((num_sampled < 0) | (num_sampled > num_new)).any():
+            raise InvariantError(
+                f"num_sampled is {num_sampled.tolist()} for requests of {num_new.tolist()} new tokens; each must lie "
+                "between 0 and the request's"
+            )
+
+    @property
+    def num_samples(self) -> int:
+        """S."""
+        return int(self.num_sampled.sum())
+
+    @property
+    def sample_requests(self) -> np.ndarray:
+        """int64 [S], which of the R requests each sample is of."""
+        return np.repeat(np.arange(len(self.num_sampled)), self.num_sampled)
+
     @property
     def sampled_tokens(self) -> np.ndarray:
-        """int64 [S], which of the T tokens are followed by one that is sampled."""
-        last_tokens: np.ndarray = self.query_start[1:][self.sample_requests] - 1
-        return last_tokens
+        """int64 [S], ascending: which of the T tokens are followed by one that is sampled."""
+        # Of all samples up to the end of a sample's request, how many come behind it or are it.
+        requests = self.sample_requests
+        num_left = np.cumsum(self.num_sampled)[requests] - np.arange(len(requests))
+        tokens: np.ndarray = self.query_start[1:][requests] - num_left
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +121,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One sampled token per row of StepPlan.sample_requests.
+    """The S sampled tokens, a row each, in the order of StepPlan.sampled_tokens.
 
     unusable: row of the S -> why no token could be chosen; its token_ids entry is some id of the vocabulary.
     """

@@ -137,14 +137,18 @@ class FakeExecutor:
             for index, of_position in enumerate(exact):
                 self._read(plan, layer, index, of_position, all_tags[index])
                 self.num_inexact_outputs += sum(not one for one in of_position.values())
-        for index in plan.sample_requests.tolist():
-            last = int(plan.seq_lens[index]) - 1
-            assert exact[index].get(last), "a token is sampled from a position that is inexact, or was not computed"
+        sampled = [
+            (index, int(plan.seq_lens[index]) - behind)
+            for index, count in enumerate(plan.num_sampled.tolist())
+            for behind in range(count, 0, -1)
+        ]
+        for index, position in sampled:
+            assert exact[index].get(position), "a token is sampled from a position that is inexact, or was not computed"
         if self._first_step_unit is not None:
             for unit in [unit for unit in self.memory if unit >= self._first_step_unit]:
                 del self.memory[unit]
-        sampled = [next_token(all_tags[i][int(plan.seq_lens[i]) - 1]) for i in plan.sample_requests.tolist()]
-        return StepResult(token_ids=np.array(sampled, dtype=np.int64), logprobs={})
+        token_ids = [next_token(all_tags[index][position]) for index, position in sampled]
+        return StepResult(token_ids=np.array(token_ids, dtype=np.int64), logprobs={})
 
     def _copy(self, group: int, sources: np.ndarray, targets: np.ndarray) -> None:
         for layer in self.layout.groups[group].layers:

@@ -112,7 +112,7 @@ class LateSimulation(Simulation):
         for index, draw_index in zip(plan.sample_requests.tolist(), plan.sampling.draw_index.tolist(), strict=True):
             num_prompt_tokens = rows.request(int(scheduler.scheduled_rows[index])).num_prompt_tokens
             assert draw_index == plan.seq_lens[index] - num_prompt_tokens, "the draw is not the request's next"
-        arrays = [plan.token_ids, plan.positions, plan.seq_lens, plan.sample_requests]
+        arrays = [plan.token_ids, plan.positions, plan.seq_lens, plan.num_sampled]
         for part in plan.groups:
             arrays += [part.block_tables, part.first_blocks, part.first_keys, part.slot_mapping, *vars_of(part.copies)]
         frozen = [(array, array.tolist()) for array in arrays]

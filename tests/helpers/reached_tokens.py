@@ -18,7 +18,11 @@ def reached_tokens(
     slots = [plan.groups[layout.layer_address(layer)[0]].slot_mapping for layer in range(num_layers)]
     taken: list[set[int]] = [set() for _ in range(num_layers + 1)]
     written: list[set[int]] = [set() for _ in range(num_layers)]
-    wanted = [("hidden", num_layers, int(plan.query_start[request + 1]) - 1) for request in plan.sample_requests]
+    wanted = [
+        ("hidden", num_layers, int(stop) - behind)
+        for stop, count in zip(plan.query_start[1:], plan.num_sampled.tolist(), strict=True)
+        for behind in range(1, count + 1)
+    ]
     for layer in range(num_layers):
         if layout.owners[layer] == layer:
             pages = slots[layer] // layout.page_tokens

@@ -52,7 +52,7 @@ def random_plan(generator: np.random.Generator, num_requests: int, *, extra_colu
         positions=seq_lens - 1,
         seq_lens=seq_lens,
         groups=tuple(groups),
-        sample_requests=np.arange(num_requests),
+        num_sampled=np.ones(num_requests, dtype=np.int64),
     )
 
 

@@ -34,7 +34,7 @@ def build_step_plan(
         request_of_token = np.repeat(np.arange(num_requests), num_new)
         positions = np.arange(query_start[-1]) - (query_start[:-1] - num_computed)[request_of_token]
         row_of_token = scheduled[request_of_token]
-    sample_requests = (seq_lens == reached.num_tokens[scheduled]).nonzero()[0]
+    is_complete = seq_lens == reached.num_tokens[scheduled]  # then one token is sampled, behind the last
     memory = manager.plan_step(scheduled, row_of_token, positions)
     return StepPlan(
         token_ids=rows.tokens[row_of_token, positions].astype(np.int64),
@@ -45,8 +45,8 @@ def build_step_plan(
         moves=memory.moves,
         groups=memory.groups,
         first_step_slot=memory.first_step_slot,
-        sample_requests=sample_requests,
-        sampling=rows.sampling_batch(scheduled[sample_requests], reached.num_tokens),
+        num_sampled=is_complete.astype(np.int64),
+        sampling=rows.sampling_batch(scheduled[is_complete], reached.num_tokens),
         token_sources=_token_sources(rows, reached, row_of_token, positions),
     )
 

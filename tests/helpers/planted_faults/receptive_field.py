@@ -29,4 +29,6 @@ def pages_that_stay_taken_for_step_pages(original, field, plan):
 
 @replaces(ReceptiveField, "needed_tokens")
 def what_is_sampled_from_not_computed(original, field, plan):
-    return original(field, dataclasses.replace(plan, sample_requests=plan.sample_requests[1:]))
+    num_sampled = plan.num_sampled.copy()
+    num_sampled[num_sampled.nonzero()[0][:1]] -= 1
+    return original(field, dataclasses.replace(plan, num_sampled=num_sampled))
