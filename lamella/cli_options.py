@@ -232,8 +232,8 @@ def _alternatives(hint: Any) -> tuple[list[Any], bool]:
 
 
 def _field_help(dataclass_type: type) -> dict[str, str]:
-    """`name: text` entries of a dataclass's docstring, the first sentence of each: the rest is for those who read code.
-    A text runs to the next entry or empty line."""
+    """The `name: text` entries of a dataclass's docstring, of each its first sentence: further ones are for readers of
+    the code. A text runs to the next entry or empty line."""
     names = "|".join(re.escape(field.name) for field in dataclasses.fields(dataclass_type))
     texts = {}
     for paragraph in (inspect.getdoc(dataclass_type) or "").split("\n\n"):

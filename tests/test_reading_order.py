@@ -94,6 +94,8 @@ def test_what_the_page_tells_in_words(traced):
     assert ends(traced.steps[-1], kept=True) == [48, 51]
     # The resume point at the prompt's end holds the window's block and one more, though the row has let that go.
     assert [node.held[SLIDING] for node in prefill.nodes] == [1, 1]
+    # Each node has a page of either group: none of the request's pages is freed at its end, all are cached.
+    assert all(page >= 0 for node in traced.steps[-1].nodes for page in node.pages.values())
     assert traced.num_found == 51
 
 

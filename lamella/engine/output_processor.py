@@ -89,7 +89,7 @@ class _Finding(NamedTuple):
 
 
 class OutputProcessor:
-    """num_kept_tokens: generated tokens of all requests since the start, as far as they are kept."""
+    """num_kept_tokens: how many generated tokens of all requests have been kept since the start."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,5 @@
-"""Keywords written for vLLM: what asks for nothing is taken, what has another name here renamed, the rest refused."""
+"""Keywords written for vLLM: those that ask for nothing are accepted, those with another name here are renamed, and all
+others are refused."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class MemoryMeter(Protocol):
     def free_bytes(self) -> int: ...
 
     def held_bytes(self) -> int:
-        """By this process's tensors, now."""
+        """Bytes that this process's tensors hold now."""
         ...
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
@@ -185,7 +185,8 @@ def _null_plan(
     table_widths: tuple[int, ...],
     num_blocks: int,
 ) -> StepPlan:
-    """Token 0 everywhere. num_blocks: of the longest request; each table holds the last of them."""
+    """A plan of token 0 everywhere, over null pages. num_blocks: how many the longest request has; each table covers
+    the last of them."""
     none = np.zeros(0, dtype=np.int64)
     num_requests, num_tokens = len(seq_lens), len(positions)
     zeros = np.zeros(num_requests, dtype=np.int64)

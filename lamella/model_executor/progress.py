@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 Item = TypeVar("Item")
 
 BAR_SECONDS = 0.1
-LINE_SECONDS = 10.0  # between two lines, lest they fill a log file
+LINE_SECONDS = 10.0  # between two lines, so that they do not fill a log file
 
 
 class Progress:

@@ -54,7 +54,7 @@ class NativeScores:
 def scores_by_parts(
     layer: Callable[[int, int], LinearLayer], num_out: int, hidden: torch.Tensor, softcap: float | None
 ) -> NativeScores:
-    """layer(start, stop): the head's outputs [start, stop)."""
+    """Scores of a head that is computed in parts. layer(start, stop): the head's outputs [start, stop)."""
 
     def multiply(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         return layer(start, stop)(x)

@@ -41,7 +41,7 @@ class RotaryEmbeddings:
         }
 
     def tables(self, positions: torch.Tensor) -> dict[RotaryConfig | None, Tables | None]:
-        """Of positions int64 [T]: each embedding's cos and sin."""
+        """cos and sin of each embedding, for positions int64 [T]."""
         return {
             rotary: None if frequencies is None else rotary_tables(positions, frequencies, self._dtype)
             for rotary, frequencies in self._frequencies.items()

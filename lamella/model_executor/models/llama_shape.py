@@ -1,4 +1,5 @@
-"""What configs of Llama's shape have in common: pre-norm layers, all alike but for windows, one rotary embedding."""
+"""What configs of Llama's shape have in common: pre-norm layers that differ in nothing but their windows, and one
+rotary embedding."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ _CLASS_OF_MODEL_PREFIX = {"gemma": "GemmaTokenizer"}
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that is cut out of a text before the tokenizer's model sees it. normalized: None is `not special`."""
+    """A token that is cut out of a text before the tokenizer's model sees it. normalized: None means the opposite of
+    `special`, as in transformers."""
 
     content: str
     single_word: bool = False
