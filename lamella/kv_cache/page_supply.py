@@ -214,7 +214,7 @@ class PageSupply:
     def lock_all(self, group: int, nodes: Sequence[int]) -> list[int]:
         """`lock` of each node of a path; their pages."""
         refs, lock = self._tree.refs_at[group], self._tree.lock
-        self.count_owned(group, sum(not refs[node] for node in nodes))
+        self.count_owned(group, [refs[node] for node in nodes].count(0))
         return [lock(group, node) for node in nodes]
 
     def unlock(self, group: int, node: int) -> None:

@@ -132,6 +132,8 @@ def cases() -> st.SearchStrategy[Case]:
 @example(Case([full(), sliding(16)], 4, 16, 22, 3, end="generation"))
 @example(Case([full(), sliding(16)], 4, 16, 23, 1, end="abort", is_late=True))
 @example(Case([full(), sliding(9)], 4, 20, 40, 0, end="preemption", step_tokens=64))
+@example(Case([full(), sliding(1)], 3, 1, 8, 1, end="prompt", is_late=True))  # the last token is computed like a decode
+@example(Case([full(), chunked(7)], 4, 1, 17, 1, end="prompt", is_late=True))
 def test_what_parts_inside_the_last_block_finds_all_that_it_shares(case):
     check(case)
 

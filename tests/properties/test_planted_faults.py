@@ -17,7 +17,15 @@ from tests.helpers.planted_faults.battery import LAYERS, NOTICED, drain
 from tests.helpers.serving import run_all, serve
 from tests.helpers.simulation import Simulation, chunked, full, sliding
 from tests.helpers.table_watch import watch_tables
-from tests.kv_cache import test_expectations, test_moves, test_passed_resume_points, test_spare, test_step_pages
+from tests.kv_cache import (
+    test_expectations,
+    test_kept_ends,
+    test_left_for_ends,
+    test_moves,
+    test_passed_resume_points,
+    test_spare,
+    test_step_pages,
+)
 from tests.model_executor import test_page_moves
 
 HYBRID = [full(), sliding(9), sliding(9)]
@@ -108,9 +116,9 @@ def a_failed_chunk_keeps_the_chunks_before():
 
 
 def a_window_holds_its_pages_and_no_more():
-    """W 9, pages of 4: decode at position p >= 8 needs the blocks from p // 4 - 2 on, which are 3, and keeps one
-    more. An interval of 12 lets a window lag by up to two blocks more."""
-    for interval, expected in ((4, [4] * 24), (12, [4] * 4 + [5] * 4 + [6] * 4)):
+    """W 9, pages of 4: decode at position p >= 8 needs the blocks from p // 4 - 2 on, which are 3. An interval of 12
+    lets a window lag by up to two blocks more."""
+    for interval, expected in ((4, [3] * 24), (12, [3] * 4 + [4] * 4 + [5] * 4)):
         simulation = Simulation([full(), sliding(9)], page_tokens=4, interval_tokens=interval)
         simulation.add("r", range(12), 40)
         simulation.step()
@@ -210,6 +218,19 @@ def a_system_prompt_stays_while_it_is_used():
     assert simulation.manager.inspect().tree.num_evicted_resume_points > 5
 
 
+def what_a_row_found_is_left_for_its_end():
+    """The place to resume that it was found at is evicted meanwhile."""
+    simulation = Simulation(HYBRID, page_tokens=4, retention=RetentionPolicy(spare=False))
+    assert serve(simulation, PROMPT) == 0
+    simulation.add("again", [*PROMPT[:20], 48], 9)
+    simulation.step()
+    assert simulation.requests["again"].num_cached_tokens == 20
+    while simulation.manager.inspect().tree.evict_one():
+        pass
+    simulation.finish("again")
+    assert serve(simulation, [*PROMPT[:17], 40, 41]) == 17
+
+
 SCENARIOS = [
     *[lambda specs=specs: hits_are_exact_to_the_token(specs) for specs in LAYOUTS],
     a_prompt_that_ends_with_a_block_keeps_one_more,
@@ -227,6 +248,9 @@ SCENARIOS = [
     what_was_used_last_stays,
     a_hit_that_nobody_foresaw_refreshes,
     a_system_prompt_stays_while_it_is_used,
+    what_a_row_found_is_left_for_its_end,
+    lambda: test_left_for_ends.test_they_go_after_spare_pages_and_before_resume_points(9, True),
+    lambda: test_kept_ends.check(test_kept_ends.Case([full(), sliding(16)], 4, 3, 23)),
     test_expectations.test_what_is_expected_goes_last_and_of_that_what_is_needed_first,
     test_expectations.test_who_waits_no_more_keeps_nothing,
     test_expectations.test_a_preempted_request_expects_what_it_left_behind_before_all_others,

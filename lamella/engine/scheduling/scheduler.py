@@ -255,7 +255,14 @@ class Scheduler:
         for row, position in zip(running[due].tolist(), computed[due].tolist(), strict=True):
             if rows.requests[row] is None:
                 continue  # preempted for one before
-            has_room = self.manager.grow(row, position, 1, is_prefill=False, num_processed=int(rows.num_computed[row]))
+            has_room = self.manager.grow(
+                row,
+                position,
+                1,
+                is_prefill=False,
+                num_processed=int(rows.num_computed[row]),
+                prompt_tokens=self._prompt_tokens(row),
+            )
             if has_room or self._grow_or_preempt(row, 1, reached, is_prefill=False):
                 rows.due[row] = self.manager.next_due(row)
         if self._num_preemptions > num_preemptions:
@@ -284,7 +291,7 @@ class Scheduler:
         must be processed first.
         """
         computed, num_processed = int(reached.num_computed[row]), int(self.rows.num_computed[row])
-        prompt_tokens = int(self.rows.num_tokens[row]) if is_prefill else 0
+        prompt_tokens = self._prompt_tokens(row)
         while True:
             chunk = most
             while chunk:
@@ -320,9 +327,15 @@ class Scheduler:
 
     def _slide_running(self) -> bool:
         """Take back window pages that lag behind by an eviction interval; whether there were any."""
-        computed, num_tokens = self.rows.num_computed[self.running], self.rows.num_tokens[self.running]
-        ends = np.where(computed + 1 < num_tokens, num_tokens, 0)
-        return self.manager.slide(self.running, computed.tolist(), ends.tolist())
+        computed = self.rows.num_computed[self.running].tolist()
+        return self.manager.slide(self.running, computed, map(self._prompt_tokens, self.running))
+
+    def _prompt_tokens(self, row: int) -> int:
+        """How long the row's prompt is, as long as the steps that are processed have not computed all of it; else 0.
+        Its last token alone is computed like a decode. What a preempted request had generated is prompt, too."""
+        num_computed, num_tokens = int(self.rows.num_computed[row]), int(self.rows.num_tokens[row])
+        is_prompt = num_computed + 1 < num_tokens or num_computed < self.rows.num_prompt_tokens[row]
+        return num_tokens if is_prompt else 0
 
     def _preempt(self, row: int, *, keep: bool = True) -> Request:
         """Back to the head of the queue; what was computed stays cached (with `keep`) until evicted."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.child_index import NO_NODE, ChildIndex
+from lamella.kv_cache.page_supply import PageSupply
 from lamella.kv_cache.prefix_tree import PrefixTree
 from lamella.kv_cache.row_windows import RowWindows
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, SlidingWindowSpec
@@ -31,34 +32,64 @@ def chunk_begins_one_key_late(original, spec, position):
 
 
 @replaces(RowWindows, "slide")
-def slide_one_block_early(original, windows, row, num_computed, **kwargs):
-    original(windows, row, num_computed + windows._page_tokens, **kwargs)
+def slide_one_block_early(original, windows, row, position, end_position, **kwargs):
+    original(windows, row, position + windows._page_tokens, end_position, **kwargs)
 
 
 @replaces(RowWindows, "slide")
-def slide_one_block_late(original, windows, row, num_computed, **kwargs):
-    original(windows, row, max(0, num_computed - windows._page_tokens), **kwargs)
+def slide_one_block_late(original, windows, row, position, end_position, **kwargs):
+    original(windows, row, max(0, position - windows._page_tokens), end_position, **kwargs)
 
 
 @replaces(RowWindows, "slide")
-def slide_never(original, windows, row, num_computed, **kwargs):
+def slide_never(original, windows, row, position, end_position, **kwargs):
     pass
 
 
 @replaces(RowWindows, "slide")
-def slide_ignores_the_interval(original, windows, row, num_computed, **kwargs):
-    original(windows, row, num_computed, **{**kwargs, "at_once": True})
+def slide_ignores_the_interval(original, windows, row, position, end_position, **kwargs):
+    original(windows, row, position, end_position, **{**kwargs, "at_once": True})
 
 
 @replaces(RowWindows, "lowest_resume")
-def slide_keeps_no_block_more(original, windows, row, num_processed, num_computed):
+def slide_leaves_no_block_more(original, windows, row, num_processed, num_computed):
     return num_processed
 
 
+@replaces(RowWindows, "lowest_owned")
+def what_a_prompts_end_needs_is_left_too_early(original, windows, num_processed, prompt_tokens):
+    return num_processed
+
+
+@replaces(RowWindows, "leave_found")
+def a_row_leaves_nothing_of_what_it_found(original, windows, group, row, match):
+    pass
+
+
+@replaces(RowWindows, "leave_nothing")
+def ends_of_rows_that_are_gone_want_pages(original, windows, row):
+    pass
+
+
+@replaces(PrefixTree, "evict_for_end")
+def what_is_for_an_end_never_goes(original, tree):
+    return False
+
+
+@replaces(PageSupply, "evict_for")
+def what_is_for_an_end_goes_before_spare_pages(original, supply, group):
+    return supply._tree.evict_for_end() or original(supply, group)
+
+
+@replaces(PageSupply, "evict_for")
+def what_is_for_an_end_goes_after_places_to_resume(original, supply, group):
+    return supply._tree.evict_one() or original(supply, group)
+
+
 @replaces(RowWindows, "slide")
-def first_kept_one_block_too_far(original, windows, row, num_computed, **kwargs):
+def first_kept_one_block_too_far(original, windows, row, position, end_position, **kwargs):
     before = windows._rows.first_kept[:, row].copy()
-    original(windows, row, num_computed, **kwargs)
+    original(windows, row, position, end_position, **kwargs)
     windows._rows.first_kept[:, row] += windows._rows.first_kept[:, row] > before
 
 
