@@ -7,11 +7,11 @@ group can see: an SWA group's tables hold the window's blocks, never the whole c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
+from lamella.attention.step_memo import StepMemo
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import KVCacheSpec
 
@@ -31,7 +31,8 @@ class AttentionMetadata:
     the first new position, so that each query sees itself at least.
     slot_mapping: int64 [T], page_id * page_tokens + offset of each new token, -1: write nowhere.
     *_host: the same values as NumPy arrays for code that must branch on them.
-    derived: what a backend computes from the rest once and reads again in the group's other layers.
+    parts: what of_tokens gave, by the bytes of its tokens. memo: what backends work out from the rest once and read
+    again in the group's other layers. Both are empty in metadata that a step is made with, and go with it.
     """
 
     page_tokens: int
@@ -47,7 +48,8 @@ class AttentionMetadata:
     first_blocks_host: np.ndarray
     first_keys_host: np.ndarray
     block_tables_host: np.ndarray
-    derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    parts: dict[bytes, AttentionMetadata] = field(default_factory=dict, init=False, compare=False, repr=False)
+    memo: StepMemo = field(default_factory=StepMemo, init=False, compare=False, repr=False)
 
     @property
     def num_requests(self) -> int:
@@ -56,8 +58,8 @@ class AttentionMetadata:
     def of_tokens(self, tokens: np.ndarray) -> AttentionMetadata:
         """The same context with only some of the new tokens (int64 [n], ascending): each run of neighbours in a request
         becomes a request of its own, which ends with the last of them. Made once for the same tokens."""
-        key = ("of_tokens", tokens.tobytes())
-        found = self.derived.get(key)
+        key = tokens.tobytes()
+        found = self.parts.get(key)
         if found is None:
             request_of = np.searchsorted(self.query_start_host, tokens, side="right") - 1
             # The sum grows by exactly 1 from a token to the next one if no left-out token and no end of a request lies
@@ -70,7 +72,7 @@ class AttentionMetadata:
             longer = np.flatnonzero(np.diff(query_start) > 1)
             device = self.seq_lens.device
             rows = to_device(requests, device)
-            found = self.derived[key] = AttentionMetadata(
+            found = self.parts[key] = AttentionMetadata(
                 page_tokens=self.page_tokens,
                 num_decodes=int(longer[0]) if len(longer) else len(requests),
                 query_start=to_device(query_start, device),

@@ -11,7 +11,7 @@ from lamella.attention.contract import AttentionParams, LayerCache
 from lamella.attention.metadata import AttentionMetadata
 from lamella.errors import ConfigError, InvariantError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from lamella.native.attention import AttentionKernels, Batch, Pages
+from lamella.native.attention import AttentionKernels, Batch, HeldBatch, Pages
 from lamella.native.decoder import DecoderWeights, LayerStep, PagedLayer, Visibility
 from lamella.native.library import PANEL
 
@@ -47,14 +47,6 @@ class HeadTransform:
         return replace(self, cos=self.cos[rows], sin=self.sin[rows])
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The tiles of one call, and the arrays whose addresses `batch` holds."""
-
-    batch: Batch
-    arrays: tuple[np.ndarray, ...]
-
-
 def native_supports(spec: KVCacheSpec, dtype: torch.dtype, page_tokens: int) -> str | None:
     """Why the native backend cannot keep such KV; None: it can."""
     if dtype != torch.float32:
@@ -72,7 +64,7 @@ class NativeBackend:
     """Bit for bit the same result for a row whatever the batch, the chunk, the page size and the threads.
 
     float32 on the CPU. A query costs the keys that it sees, rounded up to 16. What depends on the metadata alone is
-    kept in `metadata.derived` for the group's other layers.
+    kept in `metadata.memo` for the group's other layers.
     """
 
     name = "native"
@@ -152,7 +144,7 @@ class NativeBackend:
     ) -> LayerStep:
         """What layers with these params and this rotary embedding share in a step. rotary: cos and sin, each float32
         [T, 1, rotary_dim / 2]."""
-        batch = _plan(params, metadata, 0, metadata.num_requests).batch
+        batch = _batch(params, metadata, 0, metadata.num_requests)
         return LayerStep(batch, metadata.slot_mapping, *(rotary or (None, None)))
 
     def write_keys_values(
@@ -210,7 +202,7 @@ class NativeBackend:
         start: int,
         stop: int,
     ) -> None:
-        batch = _plan(params, metadata, start, stop).batch
+        batch = _batch(params, metadata, start, stop)
         self.kernels.attend(_pages(cache), batch, query.contiguous(), out, **_visibility(params)._asdict())
 
 
@@ -219,12 +211,13 @@ def paged_layer(params: AttentionParams, cache: LayerCache, weights: DecoderWeig
     return PagedLayer(weights, _pages(cache), params.num_heads, _visibility(params))
 
 
-def _plan(params: AttentionParams, metadata: AttentionMetadata, start: int, stop: int) -> Plan:
-    key = ("native", params.spec, params.num_heads, start, stop)
-    plan: Plan | None = metadata.derived.get(key)
-    if plan is None:
-        plan = metadata.derived[key] = make_plan(params.spec, params.num_heads, metadata, start, stop)
-    return plan
+def _batch(params: AttentionParams, metadata: AttentionMetadata, start: int, stop: int) -> Batch:
+    """Requests [start, stop), tiled for such a layer. The metadata holds its arrays."""
+    key, batches = (params.spec, params.num_heads, start, stop), metadata.memo.native_batches
+    held = batches.get(key)
+    if held is None:
+        held = batches[key] = make_batch(params.spec, params.num_heads, metadata, start, stop)
+    return held.batch
 
 
 def _visibility(params: AttentionParams) -> Visibility:
@@ -243,7 +236,7 @@ def _pages(cache: LayerCache) -> Pages:
     return cache.pages
 
 
-def make_plan(spec: KVCacheSpec, num_heads: int, metadata: AttentionMetadata, start: int, stop: int) -> Plan:
+def make_batch(spec: KVCacheSpec, num_heads: int, metadata: AttentionMetadata, start: int, stop: int) -> HeldBatch:
     """Tiles of requests [start, stop). Those that cost most come first, so that no thread begins a long one at the end.
 
     Raises InvariantError where a block table lacks a page that a query sees.
@@ -280,7 +273,7 @@ def make_plan(spec: KVCacheSpec, num_heads: int, metadata: AttentionMetadata, st
         int(query_start[stop] - query_start[start]),
         int(block_tables.max(initial=-1)) + 1,
     )
-    return Plan(batch, (block_tables, query_start, seq_lens, first_blocks, first_keys, tiles))
+    return HeldBatch(batch, (block_tables, query_start, seq_lens, first_blocks, first_keys, tiles))
 
 
 def _check_tables(metadata: AttentionMetadata, request: np.ndarray, lowest: np.ndarray, highest: np.ndarray) -> None:

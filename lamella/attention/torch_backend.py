@@ -10,6 +10,7 @@ from lamella.attention.contract import AttentionParams, LayerCache, token_major_
 from lamella.attention.kv_dtype import to_kv_dtype
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.torch_decode import decode
+from lamella.attention.torch_plans import WriteTargets
 from lamella.attention.torch_prefill import prefill
 from lamella.attention.write_arguments import check_write
 from lamella.kv_cache.spec import KVCacheSpec
@@ -20,7 +21,7 @@ class TorchBackend:
 
     A windowed layer costs O(window) per token: decode gathers the window's pages, prefill works in
     bands of queries. What depends on the metadata alone is computed by a group's first layer and
-    kept in `metadata.derived` for the others.
+    kept in `metadata.memo` for the others.
     """
 
     name = "torch"
@@ -41,14 +42,15 @@ class TorchBackend:
 
     def write_kv(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> None:
         check_write(cache, key, value, metadata)
-        tokens, page_ids, offsets = _write_targets(metadata)
-        if tokens is not None:
-            key = key[tokens]
-            value = value[tokens]
+        targets = _write_targets(metadata)
+        if targets.tokens is not None:
+            key = key[targets.tokens]
+            value = value[targets.tokens]
         # Where a page spans several ids the view overlaps itself. Pages in use never overlap, so what is written stays
         # right.
-        cache.keys.index_put_((page_ids, offsets), to_kv_dtype(key, cache.keys.dtype))
-        cache.values.index_put_((page_ids, offsets), to_kv_dtype(value, cache.values.dtype))
+        places = targets.page_ids, targets.offsets
+        cache.keys.index_put_(places, to_kv_dtype(key, cache.keys.dtype))
+        cache.values.index_put_(places, to_kv_dtype(value, cache.values.dtype))
 
     def decode(
         self,
@@ -85,15 +87,14 @@ def _multiply_by_v_scale(out: torch.Tensor, params: AttentionParams) -> None:
         out.mul_(params.v_scale)
 
 
-def _write_targets(metadata: AttentionMetadata) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """(which tokens have a slot, or None for all of them; their page ids; their offsets in the page)."""
-    targets = metadata.derived.get("torch_write")
+def _write_targets(metadata: AttentionMetadata) -> WriteTargets:
+    targets = metadata.memo.torch_write
     if targets is None:
         slots = metadata.slot_mapping
         tokens = None
         if (slots < 0).any():
             tokens = (slots >= 0).nonzero()[:, 0]
             slots = slots[tokens]
-        targets = (tokens, slots // metadata.page_tokens, slots % metadata.page_tokens)
-        metadata.derived["torch_write"] = targets
+        targets = WriteTargets(tokens, slots // metadata.page_tokens, slots % metadata.page_tokens)
+        metadata.memo.torch_write = targets
     return targets

@@ -13,46 +13,18 @@ sinks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from lamella.attention.contract import AttentionParams, LayerCache
 from lamella.attention.metadata import AttentionMetadata
+from lamella.attention.torch_plans import DecodeBatch, DecodePlan, Piece
 from lamella.attention.torch_softmax import attention_weights
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import KVCacheSpec
 
 PIECE_BYTES = 4 << 20
 ROUND_TOKENS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The same range of pages of every request of a batch, request by request."""
-
-    page_ids: torch.Tensor  # int64 [num_requests * num_pages]
-    num_tokens: int  # per request
-    hidden_rows: torch.Tensor  # int64: rows of [num_requests * num_tokens] that hold nothing the query sees
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeBatch:
-    """Rows [start, stop) of the plan's order: requests with the same number of pages, rounded up."""
-
-    start: int
-    stop: int
-    pieces: tuple[Piece, ...]
-    hidden: torch.Tensor  # bool [num_requests, 1, num_tokens], of all pieces
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    order: torch.Tensor  # int64 [num_decodes], the rows in the order of the batches
-    rank: torch.Tensor  # int64 [num_decodes], where each row is in `order`
-    batches: tuple[DecodeBatch, ...]
-    max_pages: int  # in one piece, of all its requests
 
 
 def decode(
@@ -63,11 +35,10 @@ def decode(
     out: torch.Tensor,
 ) -> None:
     """See AttentionBackend.decode."""
-    plan_key = ("torch_decode", params.spec)
-    plan = metadata.derived.get(plan_key)
+    spec, plans = params.spec, metadata.memo.torch_decode
+    plan = plans.get(spec)
     if plan is None:
-        plan = metadata.derived[plan_key] = plan_decode(params.spec, metadata)
-    spec = params.spec
+        plan = plans[spec] = plan_decode(spec, metadata)
     num_rows = query.shape[0]
     group = params.num_heads // spec.num_kv_heads
     ordered = query.index_select(0, plan.order).float() * params.scale

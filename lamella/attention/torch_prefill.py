@@ -9,43 +9,18 @@ in the band is written and visible to some query of the tile.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from lamella.attention.contract import AttentionParams, LayerCache
 from lamella.attention.metadata import AttentionMetadata
+from lamella.attention.torch_plans import PrefillRequest, QueryTile
 from lamella.attention.torch_softmax import attention_weights
 from lamella.errors import InvariantError
 
 TILE_QUERIES = 64
 MAX_SCORES = 1 << 24  # elements of one tile's score matrix, over all heads
-
-
-@dataclass(frozen=True, slots=True)
-class QueryTile:
-    """Queries [start, stop) of a request's new tokens against keys [first_key, stop_key) of its gathered rows."""
-
-    start: int
-    stop: int
-    first_key: int
-    stop_key: int
-    left: torch.Tensor | None  # bool [queries, 1, width]: hidden among the band's first `width` keys
-    right: torch.Tensor | None  # bool [queries, 1, queries]: hidden among the tile's own keys
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillRequest:
-    """Rows [start, stop) of the prefill queries, and the pages from the first key that they see."""
-
-    start: int
-    stop: int
-    first_position: int  # of the first query
-    lowest_key: int  # lowest position that has KV
-    page_ids: torch.Tensor  # int64 [num_pages]
-    base: int  # position of the first page's first token
-    tiles: tuple[QueryTile, ...]
 
 
 def prefill(
@@ -56,10 +31,10 @@ def prefill(
     out: torch.Tensor,
 ) -> None:
     """See AttentionBackend.prefill."""
-    plan_key = ("torch_prefill", params.spec, params.num_heads)
-    plan = metadata.derived.get(plan_key)
+    key, plans = (params.spec, params.num_heads), metadata.memo.torch_prefill
+    plan = plans.get(key)
     if plan is None:
-        plan = metadata.derived[plan_key] = plan_prefill(params, metadata)
+        plan = plans[key] = plan_prefill(params, metadata)
     key_pages = cache.keys.view(cache.keys.shape[0], -1)
     value_pages = cache.values.view(cache.values.shape[0], -1)
     for request in plan:

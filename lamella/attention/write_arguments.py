@@ -27,10 +27,13 @@ def check_write(cache: LayerCache, key: torch.Tensor, value: torch.Tensor, metad
     if page_tokens != metadata.page_tokens:
         raise InvariantError(f"slots count pages of {metadata.page_tokens} tokens; the cache has {page_tokens} a page")
     stop = cache.keys.shape[0] * page_tokens
-    if slots.device.type == "cpu" and num_tokens and ("checked slots", stop) not in metadata.derived:
-        lowest, highest = (int(bound) for bound in slots.aminmax())
+    if slots.device.type == "cpu" and num_tokens:
+        bounds = metadata.memo.slot_bounds
+        if bounds is None:
+            least, most = slots.aminmax()
+            bounds = metadata.memo.slot_bounds = int(least), int(most)
+        lowest, highest = bounds
         if lowest < -1 or highest >= stop:
             raise InvariantError(
                 f"slot_mapping holds {lowest if lowest < -1 else highest}; a slot must lie in [-1, {stop})"
             )
-        metadata.derived["checked slots", stop] = True  # checked by a group's first layer, and true for the others

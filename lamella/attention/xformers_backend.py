@@ -138,13 +138,13 @@ class XformersBackend:
         requests: range,
         out: torch.Tensor,
     ) -> None:
-        plan_key = ("xformers_packed", params.spec, requests)
-        plan = metadata.derived.get(plan_key)
-        if plan is None:
-            plan = metadata.derived[plan_key] = pack_keys(params.spec, metadata, requests)
-        keys = cache.keys[plan.page_ids, plan.offsets].to(query.dtype)  # [num_keys, num_kv_heads, k_dim]
-        values = cache.values[plan.page_ids, plan.offsets].to(query.dtype)
-        self._run(params, query, keys, values, plan.mask, out)
+        key, found = (params.spec, requests), metadata.memo.xformers_packed
+        packed = found.get(key)
+        if packed is None:
+            packed = found[key] = pack_keys(params.spec, metadata, requests)
+        keys = cache.keys[packed.page_ids, packed.offsets].to(query.dtype)  # [num_keys, num_kv_heads, k_dim]
+        values = cache.values[packed.page_ids, packed.offsets].to(query.dtype)
+        self._run(params, query, keys, values, packed.mask, out)
 
     def _decode_on_pages(
         self,
@@ -160,10 +160,10 @@ class XformersBackend:
         stride = pages_per_id(cache)
         if stride is None or not _has_paged_kernel(query.device):
             return False
-        plan_key = ("xformers_paged", params.spec, stride)
-        if plan_key not in metadata.derived:
-            metadata.derived[plan_key] = paged_mask(params.spec, metadata, stride)
-        mask = metadata.derived[plan_key]
+        key, masks = (params.spec, stride), metadata.memo.xformers_paged
+        if key not in masks:
+            masks[key] = paged_mask(params.spec, metadata, stride)
+        mask = masks[key]
         if mask is None:
             return False
         from triton import __version__ as triton_version

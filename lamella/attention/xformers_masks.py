@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from lamella.attention.metadata import AttentionMetadata, to_device
+from lamella.attention.packed_keys import PackedKeys
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
@@ -34,16 +35,6 @@ class Blocks:
     @property
     def num_keys(self) -> NDArray[np.int64]:
         return self.stop_keys - self.first_keys
-
-
-@dataclass(frozen=True, slots=True)
-class PackedKeys:
-    """mask: over the queries of some requests and the keys that they see, one block behind the other, without gaps.
-    Key i is token `offsets[i]` of page `page_ids[i]`; both int64 [num_keys], on the device."""
-
-    mask: Any
-    page_ids: torch.Tensor
-    offsets: torch.Tensor
 
 
 def make_blocks(spec: KVCacheSpec, metadata: AttentionMetadata, requests: range) -> Blocks:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lamella.errors import InvariantError
@@ -55,6 +57,14 @@ class Batch(ctypes.Structure):
         ("num_rows", Int),  # of query and out
         ("stop_id", Int),  # one more than the largest page id in the tables
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBatch:
+    """A batch, and the arrays whose addresses it has."""
+
+    batch: Batch
+    arrays: tuple[np.ndarray, ...]
 
 
 class RopeInput(ctypes.Structure):

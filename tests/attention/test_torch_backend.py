@@ -10,7 +10,7 @@ from lamella.attention.reference import ReferenceBackend
 from lamella.attention.torch_backend import TorchBackend
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from tests.helpers.attention_cases import AttentionCase, Ragged, make_case, make_metadata
+from tests.helpers.attention_cases import AttentionCase, Ragged, make_case, make_metadata, memo_entries
 
 # Of outputs near 1: float32 accumulation, or one rounding to the narrower output dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -163,15 +163,16 @@ def test_a_groups_layers_share_what_the_first_derived() -> None:
     expected, _ = case.run(ReferenceBackend())
     backend = TorchBackend()
     case.run(backend)
-    derived = dict(case.metadata.derived)
+    derived = memo_entries(case.metadata)
     arena = other.arena.clone()
     cache = other.cache(backend, arena)
     backend.write_kv(cache, other.new_keys, other.new_values, case.metadata)
     out = torch.empty_like(expected)
     backend.decode(other.params, cache, other.query[:2], case.metadata, out[:2])
     backend.prefill(other.params, cache, other.query[2:], case.metadata, out[2:])
-    assert case.metadata.derived.keys() == derived.keys()
-    assert all(case.metadata.derived[key] is derived[key] for key in derived)
+    shared = memo_entries(case.metadata)
+    assert shared.keys() == derived.keys()
+    assert all(shared[key] is derived[key] for key in derived)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 

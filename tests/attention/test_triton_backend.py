@@ -225,7 +225,7 @@ def test_pages_beyond_two_to_the_31_elements(tmp_path: Path) -> None:
     slots = case.metadata.slot_mapping
     slots = torch.tensor([moved_ids[int(slot) // 16] * 16 + int(slot) % 16 for slot in slots])
     metadata = dataclasses.replace(
-        case.metadata, block_tables=tables, block_tables_host=tables.numpy(), slot_mapping=slots, derived={}
+        case.metadata, block_tables=tables, block_tables_host=tables.numpy(), slot_mapping=slots
     )
     backend = small_backend()
     cache = backend.layer_cache(

@@ -77,7 +77,6 @@ def test_a_longer_neighbour_changes_nothing(rule: tuple[str, int]) -> None:
             block_tables=metadata.block_tables[:1, :width],
             block_tables_host=metadata.block_tables_host[:1, :width],
             slot_mapping=metadata.slot_mapping[:1],
-            derived={},
         )
         case = dataclasses.replace(
             both,

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamella.attention.torch_backend import TorchBackend
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from tests.helpers.attention_cases import AttentionCase, Ragged, make_case
+from tests.helpers.attention_cases import AttentionCase, Ragged, forget_memo, make_case
 
 SHAPE = {"num_kv_heads": 1, "k_dim": 4, "v_dim": 4, "itemsize_bytes": 4}
 WINDOWED = [
@@ -33,7 +33,7 @@ class ElementCounter(TorchDispatchMode):
 
 def count_elements(case: AttentionCase) -> ElementCounter:
     backend = TorchBackend()
-    case.metadata.derived.clear()
+    forget_memo(case.metadata)
     cache = case.cache(backend, case.arena)
     num_decodes = case.metadata.num_decodes
     out = torch.empty(case.query.shape[0], case.params.num_heads, case.params.spec.v_dim)

@@ -45,7 +45,7 @@ def test_nothing_is_written_where_something_does_not_fit(backend: AttentionBacke
     cache = case.cache(backend, arena)
     stop = cache.keys.shape[0] * 16
     key, value, slots = change(case.new_keys, case.new_values, case.metadata.slot_mapping, stop)
-    metadata = dataclasses.replace(case.metadata, slot_mapping=slots, derived={})
+    metadata = dataclasses.replace(case.metadata, slot_mapping=slots)
     with pytest.raises(InvariantError, match=message.format(stop=stop)):
         backend.write_kv(cache, key, value, metadata)
     assert arena.eq(0xFF).all()
@@ -53,6 +53,6 @@ def test_nothing_is_written_where_something_does_not_fit(backend: AttentionBacke
 
 def test_slots_count_the_caches_pages(backend: AttentionBackend) -> None:
     case = make_case(SPEC, [Ragged(0, 4)], num_heads=2, page_tokens=16)
-    metadata = dataclasses.replace(case.metadata, page_tokens=32, derived={})
+    metadata = dataclasses.replace(case.metadata, page_tokens=32)
     with pytest.raises(InvariantError, match="pages of 32 tokens; the cache has 16"):
         backend.write_kv(case.cache(backend, case.arena), case.new_keys, case.new_values, metadata)

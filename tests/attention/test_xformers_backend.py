@@ -18,7 +18,7 @@ from lamella.attention.torch_backend import TorchBackend
 from lamella.attention.xformers_backend import XformersBackend, page_rows, pages_per_id
 from lamella.attention.xformers_masks import PAGED_TOKENS, pack_keys
 from lamella.errors import ConfigError, InvariantError
-from tests.helpers.attention_cases import AttentionCase, Ragged, make_case, write_earlier_tokens
+from tests.helpers.attention_cases import AttentionCase, Ragged, make_case, memo_entries, write_earlier_tokens
 from tests.helpers.pairwise import pairwise
 from tests.helpers.triton_cases import make_spec
 
@@ -380,13 +380,13 @@ def test_layers_of_a_group_share_the_plan() -> None:
     case = make_case(make_spec("window", 9), BATCHES["mixed"], num_heads=2, page_tokens=PAGE)
     backend = backend_with(dense_attention)
     case.run(backend)
-    plans = dict(case.metadata.derived)
+    plans = memo_entries(case.metadata)
     cache = case.cache(backend, case.arena.clone())
     backend.write_kv(cache, case.new_keys, case.new_values, case.metadata)
     out = torch.empty_like(case.query)
     num_decodes = case.metadata.num_decodes
     backend.decode(case.params, cache, case.query[:num_decodes], case.metadata, out[:num_decodes])
-    assert {name: id(plan) for name, plan in case.metadata.derived.items()} == {
+    assert {name: id(plan) for name, plan in memo_entries(case.metadata).items()} == {
         name: id(plan) for name, plan in plans.items()
     }
     narrower = dataclasses.replace(case.params, spec=make_spec("window", 2))

@@ -21,7 +21,7 @@ from lamella import LLM, SamplingParams
 from lamella.attention.contract import attend
 from lamella.attention.triton.backend import TritonBackend
 from lamella.attention.triton.window_indices import WindowRows, window_kv_indices
-from tests.helpers.attention_cases import AttentionCase, Ragged, make_case, make_metadata
+from tests.helpers.attention_cases import AttentionCase, Ragged, forget_memo, make_case, make_metadata
 from tests.helpers.pairwise import pairwise
 from tests.helpers.tiny_gemma import save_tiny_gemma
 from tests.helpers.triton_cases import assert_like_reference, make_spec, on_device
@@ -100,7 +100,7 @@ def test_a_call_does_not_wait_for_the_device(rule: tuple[str, int], request: pyt
     metadata = case.metadata
 
     def step() -> torch.Tensor:
-        metadata.derived.clear()
+        forget_memo(metadata)
         if rule[0] != "full":
             WindowRows.build(spec, metadata).advance(metadata)
         window_kv_indices(spec, metadata)

@@ -10,7 +10,7 @@ import torch
 
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.xformers_backend import XformersBackend, pages_per_id
-from tests.helpers.attention_cases import Ragged, make_case, write_earlier_tokens
+from tests.helpers.attention_cases import Ragged, make_case, memo_entries, write_earlier_tokens
 from tests.helpers.pairwise import pairwise
 from tests.helpers.triton_cases import TOLERANCE, assert_like_reference, make_spec, on_device
 
@@ -64,6 +64,6 @@ def test_decoding_reads_pages_where_they_lie() -> None:
     backend = XformersBackend()
     assert pages_per_id(moved.cache(backend, moved.arena)) is not None
     actual, _ = moved.run(backend)
-    assert [name for name, *_ in moved.metadata.derived if name.startswith("xformers")] == ["xformers_paged"]
+    assert [name for name, _ in memo_entries(moved.metadata) if name.startswith("xformers")] == ["xformers_paged"]
     tolerance = TOLERANCE[torch.bfloat16]
     torch.testing.assert_close(actual.cpu(), expected, rtol=tolerance, atol=tolerance)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +14,7 @@ from lamella.attention.contract import AttentionBackend, AttentionParams, LayerC
 from lamella.attention.kv_dtype import FP8_MANTISSA_BITS
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.reference import ReferenceBackend
+from lamella.attention.step_memo import StepMemo
 from lamella.kv_cache.spec import KVCacheSpec
 
 
@@ -66,9 +69,29 @@ class AttentionCase:
     def run(self, backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
         """(output [T, num_heads, v_dim], the arena after the write); the case is left as it was."""
         arena = self.arena.clone()
-        self.metadata.derived.clear()
+        forget_memo(self.metadata)
         cache = self.cache(backend, arena)
         return attend(backend, self.params, cache, self.query, self.new_keys, self.new_values, self.metadata), arena
+
+
+def forget_memo(metadata: AttentionMetadata) -> None:
+    """As if it had just been made."""
+    object.__setattr__(metadata, "memo", StepMemo())
+    object.__setattr__(metadata, "parts", {})
+
+
+def memo_entries(metadata: AttentionMetadata) -> dict[tuple[str, Hashable], object]:
+    """All that the memo has, by field and key."""
+    entries: dict[tuple[str, Hashable], object] = {}
+    for one in dataclasses.fields(metadata.memo):
+        value = getattr(metadata.memo, one.name)
+        if isinstance(value, dict):
+            entries |= {(one.name, key): found for key, found in value.items()}
+        elif isinstance(value, set):
+            entries |= {(one.name, key): True for key in value}
+        elif value is not None:
+            entries[one.name, None] = value
+    return entries
 
 
 def nan_arena(num_bytes: int) -> torch.Tensor:

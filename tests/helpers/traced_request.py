@@ -67,9 +67,9 @@ class _Inside:
 
 
 def _inside(engine: Engine) -> _Inside:
-    loaded = engine._require_open()
-    manager = loaded.manager
-    return _Inside(loaded.runner, [group.name for group in loaded.layout.groups], manager.tables, manager.tree)
+    parts = engine.inspect()
+    cache = parts.manager.inspect()
+    return _Inside(parts.runner, [group.name for group in parts.layout.groups], cache.rows.pages, cache.tree)
 
 
 def trace_request(folder: Path) -> TracedRequest:

@@ -42,7 +42,7 @@ def metadata_on_device(metadata: AttentionMetadata) -> AttentionMetadata:
         for field in dataclasses.fields(metadata)
         if isinstance(getattr(metadata, field.name), torch.Tensor)
     }
-    return dataclasses.replace(metadata, **tensors, derived={})
+    return dataclasses.replace(metadata, **tensors)
 
 
 def on_device(case: AttentionCase) -> AttentionCase:

@@ -177,7 +177,7 @@ def test_a_request_without_new_tokens_has_no_rows(backend: NativeBackend) -> Non
         "block_tables_host": np.insert(metadata.block_tables_host, 3, -1, axis=0),
     }
     out = torch.empty_like(expected)
-    with_empty = dataclasses.replace(metadata, derived={}, **host)
+    with_empty = dataclasses.replace(metadata, **host)
     backend.attend_all(case.params, case.cache(backend, arena), case.query, with_empty, out)
     assert torch.equal(out, expected)
 

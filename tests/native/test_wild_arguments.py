@@ -192,7 +192,7 @@ def test_attention_refuses_sinks_of_fewer_heads(kernels: AttentionKernels) -> No
 def test_layers_refuse_wrong_slots(native_library: NativeLibrary, change, message: str) -> None:
     stack = Stack(native_library)
     slots = torch.from_numpy(change(stack.metadata.slot_mapping.numpy()))
-    stack.metadata = dataclasses.replace(stack.metadata, slot_mapping=slots, derived={})
+    stack.metadata = dataclasses.replace(stack.metadata, slot_mapping=slots)
     before = stack.x.clone()
     with pytest.raises(InvariantError, match=message):
         stack.as_one_call()
@@ -202,7 +202,7 @@ def test_layers_refuse_wrong_slots(native_library: NativeLibrary, change, messag
 def test_layers_refuse_pages_that_a_layer_has_not(native_library: NativeLibrary) -> None:
     stack = Stack(native_library)
     tables = np.where(stack.metadata.block_tables_host == 3, 4, stack.metadata.block_tables_host)
-    stack.metadata = dataclasses.replace(stack.metadata, block_tables_host=tables, derived={})
+    stack.metadata = dataclasses.replace(stack.metadata, block_tables_host=tables)
     with pytest.raises(InvariantError, match="pages up to 4; a layer's pages end with slot 63 of page 3"):
         stack.as_one_call()
 

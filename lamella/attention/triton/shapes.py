@@ -115,8 +115,7 @@ def check_tables(spec: KVCacheSpec, metadata: AttentionMetadata) -> None:
 
     Raises InvariantError where one starts above it. (Kernels cannot raise: they would read another's memory.)
     """
-    key = ("triton_tables", spec)
-    if key in metadata.derived:
+    if spec in metadata.memo.covered_specs:
         return
     require_covering_tables(
         spec,
@@ -126,4 +125,4 @@ def check_tables(spec: KVCacheSpec, metadata: AttentionMetadata) -> None:
         first_blocks=metadata.first_blocks_host,
         first_keys=metadata.first_keys_host,
     )
-    metadata.derived[key] = True
+    metadata.memo.covered_specs.add(spec)
