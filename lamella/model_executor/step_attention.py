@@ -45,6 +45,8 @@ class StepAttention:
     def output_rows(self, layer: int) -> torch.Tensor | None:
         """Which of the tokens that the layer takes in also leave it (int64 [S]); None: all. The others only give K and
         V."""
+        if not self.needed_tokens:  # as when all rows decode
+            return None
         if layer not in self._output_rows:
             self._output_rows[layer] = self._find_output_rows(layer)
         return self._output_rows[layer]

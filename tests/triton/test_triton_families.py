@@ -25,7 +25,7 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory_bytes": 2**20, "page_size": 4}
     arguments |= {"max_num_batched_tokens": 6, "max_num_seqs": 2, "device": DEVICE.type, "dtype": "float32"}
     with LLM(str(tmp_path), attention_backend="triton", check_invariants=True, **arguments) as llm:
-        assert llm.engine._loaded.runner.model.operators.name == "triton"
+        assert llm.engine.inspect().runner.model.operators.name == "triton"
         params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
         (output,) = llm.generate([prompt], params, use_tqdm=False)
     assert list(output.outputs[0].token_ids) == greedy_tokens(model, prompt, NUM_NEW)
