@@ -236,7 +236,7 @@ def test_a_decode_takes_its_token_from_the_step_in_flight():
 
 
 def test_a_window_holds_room_for_a_token_more():
-    """It slides by what is processed, one token later: W - 1 + max(interval, page) + 1 tokens, and a block more."""
+    """It slides by what is processed, one token later: W - 1 + max(interval, page) + 1 tokens."""
     for interval in (4, 12):
         held = []
         for kind in (Simulation, LateSimulation):
@@ -246,7 +246,7 @@ def test_a_window_holds_room_for_a_token_more():
             while simulation.step():
                 held[-1] = max(held[-1], simulation.manager.usage()["sliding_9"].owned)
             assert simulation.outputs["r"] == foretell(None, range(12), 45)
-        assert held == [1 + ceil_div(8 + interval, 4), 1 + ceil_div(9 + interval, 4)]
+        assert held == [ceil_div(8 + interval, 4), ceil_div(9 + interval, 4)]
 
 
 def test_as_many_requests_fit_as_without():

@@ -129,7 +129,9 @@ def test_bits_of_other_families(other_family, quantization):
         **settings,
     ) as llm:
         assert answers(llm, prompts) == alone
-        assert llm.engine.stats().num_preemptions > 0
+        # Requests of sliding layers alone are bounded, and never outgrow what they were admitted with.
+        is_bounded = all(layer.attention.kind == "sliding_attention" for layer in llm.model_config.layers)
+        assert (llm.engine.stats().num_preemptions > 0) != is_bounded
 
 
 def test_windowed_replay_does_not_change_a_bit(folder):
