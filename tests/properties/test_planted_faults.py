@@ -11,6 +11,7 @@ import random
 import pytest
 
 from lamella.kv_cache.retention import RetentionPolicy
+from tests.helpers.cache_parts import make_parts, occupy, tokens_of
 from tests.helpers.fake_executor import foretell
 from tests.helpers.planted_faults import FAULTS
 from tests.helpers.planted_faults.battery import LAYERS, NOTICED, drain
@@ -231,6 +232,17 @@ def what_a_row_found_is_left_for_its_end():
     assert serve(simulation, [*PROMPT[:17], 40, 41]) == 17
 
 
+def a_place_to_resume_that_goes_takes_no_page_from_a_reader():
+    parts = make_parts(HYBRID)
+    occupy(parts, 0, 16)
+    parts.commits.commit(0, tokens_of(16), 16, ends_prompt=True)
+    nodes = parts.rows.nodes[0, :4]
+    assert parts.tree.holds[1, nodes].any()
+    parts.tree.drop_resume_point(int(nodes[-1]))
+    assert not parts.tree.holds[1, nodes].any()
+    assert parts.tree.page[1, nodes].tolist() == parts.rows.pages[1, 0, :4].tolist()
+
+
 SCENARIOS = [
     *[lambda specs=specs: hits_are_exact_to_the_token(specs) for specs in LAYOUTS],
     a_prompt_that_ends_with_a_block_keeps_one_more,
@@ -249,6 +261,7 @@ SCENARIOS = [
     a_hit_that_nobody_foresaw_refreshes,
     a_system_prompt_stays_while_it_is_used,
     what_a_row_found_is_left_for_its_end,
+    a_place_to_resume_that_goes_takes_no_page_from_a_reader,
     lambda: test_left_for_ends.test_they_go_after_spare_pages_and_before_resume_points(9, True),
     lambda: test_kept_ends.check(test_kept_ends.Case([full(), sliding(16)], 4, 3, 23)),
     test_expectations.test_what_is_expected_goes_last_and_of_that_what_is_needed_first,
