@@ -107,12 +107,14 @@ class Arena:
         elif partial:
             slab = next(iter(partial[min(partial)]))
             self._unlist(group, slab)
-        elif self.num_lendable_slabs(group) > 0:
+        elif self._free_slabs and (self.slab_quota is None or self.num_lendable_slabs(group) > 0):
             slab = self._lend_slab(group)
         else:
             return NULL_PAGE
-        page = self._free_pages[slab].pop()
-        self._list(group, slab)
+        free_pages = self._free_pages[slab]
+        page = free_pages.pop()
+        if free_pages:
+            self._list(group, slab)
         self.num_used[group] += 1
         return page
 
@@ -226,7 +228,10 @@ class Arena:
         """A free slab for the group, unlisted."""
         slab = self._free_slabs.pop()
         self._slab_group_at[slab] = group
-        self._free_pages[slab] = [*reversed(self._pages_of(group, slab))]
+        is_one_page = self._pages_per_slab[group] == 1
+        self._free_pages[slab] = (
+            [slab * self.layout.slab_units] if is_one_page else [*reversed(self._pages_of(group, slab))]
+        )
         self.num_lent_slabs[group] += 1
         return slab
 

@@ -212,7 +212,8 @@ class BlockManager:
             num_processed = num_computed
         windows = self._windows
         lowest_resume = windows.lowest_resume(row, num_processed, num_computed)
-        windows.slide(row, windows.lowest_owned(num_processed, prompt_tokens), lowest_resume, at_once=is_prefill)
+        lowest_owned = windows.lowest_owned(num_processed, prompt_tokens) if prompt_tokens else num_processed
+        windows.slide(row, lowest_owned, lowest_resume, at_once=is_prefill)
         end = num_computed + num_new
         if is_prefill and self._has_windows:
             if not self._supply.in_flight:

@@ -254,9 +254,10 @@ class PrefixTree:
         self._index.note_source(int(nodes[0]))
 
     def give_page(self, group: int, node: int, page: int) -> None:
-        """Give the node the page of `group` that it lacks. The caller locks or holds it at once."""
+        """Give the node the page of `group` that it lacks, with a reference, which is the caller's."""
         assert self.page_at[group][node] == NULL_PAGE, "a page would be lost"
         self.page_at[group][node] = page
+        self.refs_at[group][node] = 1
         if self._is_windowed[group]:
             self._index.note_source(node)
 
@@ -272,8 +273,10 @@ class PrefixTree:
         """Add a reference to the node's page of `group` and return the page, which must exist."""
         page = self.page_at[group][node]
         assert page != NULL_PAGE, "only a live page can be locked"
-        self.refs_at[group][node] += 1
-        self._note_kept((group, node))
+        refs = self.refs_at[group]
+        if not refs[node]:
+            self._note_kept((group, node))
+        refs[node] += 1
         return page
 
     def unlock(self, group: int, node: int) -> None:
@@ -285,7 +288,8 @@ class PrefixTree:
         if not left:
             self._release_window_page(group, node)
             self.resume_points.note_unused_page((group, node))
-            self.prune(node)
+            if not self._num_children_at[node]:
+                self.prune(node)
 
     def pin(self, node: int) -> None:
         """Keep the node, as the place where a request will add its next block."""

@@ -199,7 +199,6 @@ class RowCommits:
             return  # slid already, or nobody's, or inexact
         if tree.page_at[group][node] == NULL_PAGE:
             tree.give_page(group, node, page)
-            tree.lock(group, node)
             return
         self._supply.give_up(group, page)
         self._supply.count_owned(group, -int(tree.refs_at[group][node] != 0))

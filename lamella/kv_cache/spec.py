@@ -183,6 +183,8 @@ class SlidingWindowSpec(KVCacheSpec):
     def first_visible(self, position: int) -> int:
         return max(0, position - self.window_tokens + 1)
 
+    first_needed = first_visible  # asked of each row at each block boundary, so without a call in between
+
     def first_visible_each(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.maximum(0, positions - self.window_tokens + 1)
 

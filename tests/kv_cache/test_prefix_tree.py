@@ -28,7 +28,7 @@ class Bench:
         """Blocks of `token_ids` (the last may be short) with pages: full groups always, windowed groups
         where `flags` says so. The end is a resume point that holds the windowed pages."""
         tree = self.tree
-        node, nodes = tree.root(salt), []
+        node, nodes, given = tree.root(salt), [], []
         tokens = np.asarray(token_ids, dtype=np.int32)
         for index in range(0, len(tokens), tree.page_tokens):
             key = tokens[index : index + tree.page_tokens].tobytes()
@@ -39,9 +39,12 @@ class Bench:
             for group, spec in enumerate(tree.specs):
                 if tree.page[group, node] == NULL_PAGE and (live or not spec.is_windowed):
                     tree.give_page(group, node, self._next_page)
+                    given.append((group, node))
                     self._next_page += 1
         held = [(g, n) for g in tree.windowed_groups for n in nodes if tree.page[g, n] != NULL_PAGE]
         tree.add_resume_point(nodes[-1], held)
+        for group, node in given:  # the request is done
+            tree.unlock(group, node)
         return nodes
 
     def match(self, token_ids, salt=None, limit=None):
