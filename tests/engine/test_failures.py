@@ -164,6 +164,15 @@ def test_a_step_that_fails_on_the_host_is_undone(engine, monkeypatch, where):
     assert_empty(engine)
 
 
+@pytest.fixture
+def pythons_own_handler():
+    """Of SIGINT, whatever started the tests: jobs in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("pythons_own_handler")
 def test_outputs_that_an_interrupt_kept_from_the_caller_come_with_the_next_step(engine):
     """The signal comes during the last step; it is raised when that is done."""
     runner = engine.inspect().runner
