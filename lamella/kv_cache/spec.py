@@ -183,10 +183,6 @@ class SlidingWindowSpec(KVCacheSpec):
     def first_visible(self, position: int) -> int:
         return max(0, position - self.window_tokens + 1)
 
-    def first_needed(self, num_computed_tokens: int) -> int:
-        """As everywhere `first_visible`, but asked of each row at each block boundary: without a call in between."""
-        return max(0, num_computed_tokens - self.window_tokens + 1)
-
     def first_visible_each(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.maximum(0, positions - self.window_tokens + 1)
 
