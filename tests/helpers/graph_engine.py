@@ -90,6 +90,7 @@ def padded(plan: StepPlan, size: int) -> StepPlan:
         positions=extend(plan.positions, 0),
         query_start=np.arange(size + 1),
         seq_lens=extend(plan.seq_lens, 0),
+        num_sampled=extend(plan.num_sampled, 0),
         num_decodes=size,
         groups=groups,
     )

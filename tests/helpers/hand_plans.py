@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lamella.kv_cache.page_transfers import PageCopies
 from lamella.kv_cache.spec import ceil_div
+from lamella.kv_cache.step_memory import GroupPlan
 from lamella.model_executor.runner import ModelRunner
-from lamella.model_executor.step_plan import GroupPlan, PageCopies, SamplingBatch, StepPlan
+from lamella.model_executor.step_plan import SamplingBatch, StepPlan
 
 
 class Turn(NamedTuple):
