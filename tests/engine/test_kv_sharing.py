@@ -9,6 +9,7 @@ import pytest
 from lamella import Engine, InvariantError, SamplingParams
 from lamella.engine import model_setup
 from lamella.model_executor.weights.loading import load_config
+from lamella.native.library import load_library
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 KV_SHARING = {3: 1, 4: 1, 5: 2}
@@ -64,3 +65,16 @@ def test_a_model_that_has_its_own_kv_after_all_is_stopped(tmp_path, monkeypatch)
             InvariantError, match="layer 3 gave K and V, but by the KV layout it reads those of layer 1"
         ):
             engine.step()
+
+
+@pytest.mark.skipif(load_library() is None, reason="the native kernels are not there")
+def test_the_log_names_the_layers_that_the_native_kernels_do_not_fuse(folder, caplog):
+    with (
+        caplog.at_level("INFO", logger="lamella.model_executor.layers.stack"),
+        Engine(
+            model=folder, load_format="dummy", device="cpu", kv_cache_memory_bytes=2**20, max_model_len=64
+        ) as engine,
+    ):
+        assert engine.attention_backend == "native"
+    (told,) = [record.getMessage() for record in caplog.records if "in finer parts" in record.getMessage()]
+    assert told == f"layers {sorted(KV_SHARING)} run in finer parts on native: it reads another layer's K and V"

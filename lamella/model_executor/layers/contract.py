@@ -45,7 +45,8 @@ class Operators(Protocol):
         ...
 
     def unsupported(self, layer: DecoderLayer) -> str | None:
-        """Why the fused path cannot run the layer, which finer operations then do one after the other; None: it can."""
+        """Why the layer runs in finer operations than these operators have for most; None: it does not. Told in the log
+        when a model is loaded."""
         ...
 
     def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:

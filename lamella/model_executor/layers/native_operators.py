@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from lamella.attention.native_backend import HeadTransform, NativeBackend, paged_layer
+from lamella.attention.native_backend import NativeBackend, paged_layer
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.layers.contract import HeadScores, Rotary
 from lamella.model_executor.layers.description import DecoderLayer, Model, Norm, Projection
+from lamella.model_executor.layers.head_transform import head_transform
 from lamella.model_executor.layers.linear_kinds import LinearKind
 from lamella.model_executor.models.config import RotaryConfig
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
@@ -152,12 +153,11 @@ class NativeOperators:
     ) -> torch.Tensor:
         """Write K and V of all tokens and attend with the queries of `rows` (None: of all) -> [S, num_heads *
         v_dim]."""
-        attention, config = layer.attention, layer.attention.config
-        projection, num_query = attention.qkv_proj, config.query_columns
+        config = layer.attention.config
+        projection, num_query = layer.attention.qkv_proj, config.query_columns
         has_kv = config.kv_owner is None
         backend, place = _native(step), step.place(layer.index, has_kv=has_kv)
-        eps = 0.0 if attention.q_norm is None else attention.q_norm.eps
-        transform = HeadTransform(_weight(attention.q_norm), _weight(attention.k_norm), eps, *(rotary or (None, None)))
+        transform = head_transform(layer, rotary)
         queries = self._linears[projection.name, 0, num_query](normed if rows is None else normed[rows])
         if has_kv:
             keys_values = self._linears[projection.name, num_query, projection.num_out](normed)

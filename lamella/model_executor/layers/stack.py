@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from lamella.attention.contract import AttentionParams
@@ -11,12 +13,16 @@ from lamella.model_executor.layers.description import Model
 from lamella.model_executor.layers.rotary import RotaryEmbeddings
 from lamella.model_executor.step_attention import StepAttention
 
+logger = logging.getLogger(__name__)
+
 
 class Stack:
     """A loaded model with the operators that run its layers."""
 
     def __init__(self, model: Model, operators: Operators) -> None:
         operators.prepare(model)
+        for reason, layers in _in_finer_parts(model, operators).items():
+            logger.info("layers %s run in finer parts on %s: %s", layers, operators.name, reason)
         self.model = model
         self.operators = operators
         self.dtype = model.dtype
@@ -64,3 +70,12 @@ class Stack:
         """hidden [S, hidden_size] -> float32 [S, vocab_size] (may be a transposed view), or what computes only those
         that are asked for."""
         return self.operators.head(self.model.head, hidden, self.model.config.final_logit_softcap)
+
+
+def _in_finer_parts(model: Model, operators: Operators) -> dict[str, list[int]]:
+    """Why the operators do not fuse a layer -> the layers of which that is so."""
+    found: dict[str, list[int]] = {}
+    for layer in model.layers:
+        if (reason := operators.unsupported(layer)) is not None:
+            found.setdefault(reason, []).append(layer.index)
+    return found

@@ -1,7 +1,7 @@
-"""A decoder layer from top to bottom, in the operations that every set of operators has.
+"""A decoder layer from top to bottom, one operation after the other.
 
 This is the readable path: with `TorchOperators` it is what transformers computes, line by line, and the oracle of the
-others. Those run it where a layer has something that their fused path does not (`Operators.unsupported`).
+others. `TritonOperators` run it with operations that fuse more. The native kernels have a path of their own.
 """
 
 from __future__ import annotations

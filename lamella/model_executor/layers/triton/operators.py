@@ -14,6 +14,7 @@ from lamella.attention.native_backend import HeadTransform
 from lamella.errors import InvariantError
 from lamella.model_executor.layers.contract import Rotary
 from lamella.model_executor.layers.description import DecoderLayer, Model, Norm, Projection
+from lamella.model_executor.layers.head_transform import head_transform
 from lamella.model_executor.layers.textbook import biases_of_heads, project, project_heads, run_layers
 from lamella.model_executor.layers.triton.activation import capped_logits, gated_activation
 from lamella.model_executor.layers.triton.heads import transform_heads
@@ -62,7 +63,7 @@ class TritonOperators:
         the same tokens."""
         config = layer.attention.config
         place, slots = _place(step, layer), step.taken(layer.index).slot_mapping
-        transform = _transform(layer, rotary)
+        transform = head_transform(layer, rotary)
         q_bias, kv_bias = biases_of_heads(layer)
         if rows is None:
             projection = layer.attention.qkv_proj
@@ -118,16 +119,6 @@ def _place(step: StepAttention, layer: DecoderLayer) -> LayerPlace:
             "do go with 'triton'"
         )
     return step.place(layer.index, has_kv=layer.attention.config.kv_owner is None)
-
-
-def _transform(layer: DecoderLayer, rotary: Rotary | None) -> HeadTransform:
-    q_norm, k_norm = layer.attention.q_norm, layer.attention.k_norm
-    return HeadTransform(
-        None if q_norm is None else q_norm.weight,
-        None if k_norm is None else k_norm.weight,
-        0.0 if q_norm is None else q_norm.eps,
-        *(rotary or (None, None)),
-    )
 
 
 def _heads(
