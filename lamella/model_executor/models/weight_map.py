@@ -40,8 +40,10 @@ class WeightMap:
     other_parts: prefixes of tensors in multimodal checkpoints that a text model does not need, below an optional
     "model." -> what they belong to.
     *_norm_offset: what turns a stored norm weight into the multiplier that the model applies.
-    gguf_pairs: whether GGUF files hold the rows of Q and K in pairs of a head's two halves (row 2i + s is row i of half
-    s), as llama.cpp's converter leaves them for architectures whose rotary embedding it turns in pairs.
+    *_pairs: whether files hold the rows of Q and K in pairs of a head's two halves (row 2i + s is row i of half s). So
+    does whatever turns neighbours against each other: some models everywhere, and llama.cpp's converter makes it so for
+    some whose own files have halves.
+    *_layer: of a tensor without ".weight" or ".bias", the whole name that the model gives it.
     """
 
     safetensors_layer: Mapping[str, str] = field(default_factory=lambda: SAFETENSORS_LAYER)
@@ -50,6 +52,7 @@ class WeightMap:
     other_parts: Mapping[str, str] = field(default_factory=dict)
     safetensors_norm_offset: float = 0.0
     gguf_norm_offset: float = 0.0
+    safetensors_pairs: bool = False
     gguf_pairs: bool = False
 
     def from_safetensors(self, name: str) -> str:
@@ -57,6 +60,8 @@ class WeightMap:
         a tensor without a place can name it."""
         inner = next((name.removeprefix(prefix) for prefix in self.prefixes if name.startswith(prefix)), name)
         layer = re.fullmatch(r"(layers\.\d+\.)(.+)(\.\w+)", inner)
+        if layer and layer[2] + layer[3] in self.safetensors_layer:
+            return layer[1] + self.safetensors_layer[layer[2] + layer[3]]
         if layer and layer[2] in self.safetensors_layer:
             return layer[1] + self.safetensors_layer[layer[2]] + layer[3]
         return inner

@@ -36,9 +36,12 @@ class WeightNames(Protocol):
     def gguf_norm_offset(self) -> float: ...
 
     @property
-    def gguf_pairs(self) -> bool:
-        """Whether GGUF files hold the rows of Q and K in pairs, see `row_pairs.unpaired`."""
+    def safetensors_pairs(self) -> bool:
+        """Whether files hold the rows of Q and K in pairs, see `row_pairs.unpaired`."""
         ...
+
+    @property
+    def gguf_pairs(self) -> bool: ...
 
     def from_safetensors(self, name: str) -> str:
         """A stored name -> the model's. A name that the family does not know comes back as it is, so that the error for
@@ -89,7 +92,7 @@ class SafetensorsCheckpoint:
         from safetensors import SafetensorError, safe_open
 
         self.norm_offset = names.safetensors_norm_offset
-        self.has_pairs = False
+        self.has_pairs = names.safetensors_pairs
         self.tensors: dict[str, CheckpointTensor] = {}
         self.left_out: Counter[str] = Counter()
         self._places: dict[str, Path] = {}
