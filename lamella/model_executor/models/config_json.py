@@ -31,6 +31,7 @@ _INTEGERS = {
     "swa_v_head_dim": ranges.HEAD_DIM,
     "kv_lora_rank": ranges.IntegerRange(0, ranges.WIDTH.high),
     "max_position_embeddings": ranges.POSITIONS,
+    "original_max_position_embeddings": ranges.POSITIONS,
     "sliding_window": ranges.POSITIONS,
     "sliding_window_size": ranges.POSITIONS,
     "attention_chunk_size": ranges.POSITIONS,
@@ -39,6 +40,8 @@ _INTEGERS = {
     "no_rope_layer_interval": ranges.LAYERS,
     "max_window_layers": ranges.IntegerRange(0, ranges.LAYERS.high),
     "num_kv_shared_layers": ranges.IntegerRange(0, ranges.LAYERS.high),
+    "hidden_size_per_layer_input": ranges.IntegerRange(0, ranges.WIDTH.high),
+    "vocab_size_per_layer_input": ranges.VOCABULARY,
     "bos_token_id": ranges.TOKEN_ID,
 }
 _NUMBERS = {
@@ -49,6 +52,21 @@ _NUMBERS = {
     "rope_theta": ranges.ROPE_THETA,
     "rope_local_base_freq": ranges.ROPE_THETA,
     "factor": ranges.ROPE_FACTOR,
+    "low_freq_factor": ranges.ROPE_FACTOR,
+    "high_freq_factor": ranges.ROPE_FACTOR,
+    "beta_fast": ranges.ROPE_FACTOR,
+    "beta_slow": ranges.ROPE_FACTOR,
+    "attention_factor": ranges.MULTIPLIER,
+    "mscale": ranges.MULTIPLIER,
+    "mscale_all_dim": ranges.MULTIPLIER,
+    "llama_4_scaling_beta": ranges.MULTIPLIER,
+    "layer_norm_eps": ranges.NORM_EPSILON,
+    "norm_epsilon": ranges.NORM_EPSILON,
+    "logit_scale": ranges.MULTIPLIER,
+    "embedding_multiplier": ranges.MULTIPLIER,
+    "logits_scaling": ranges.MULTIPLIER,
+    "residual_multiplier": ranges.MULTIPLIER,
+    "attention_multiplier": ranges.MULTIPLIER,
 }
 # A rotary embedding's own names, per layer type or for all layers.
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"}

@@ -147,6 +147,9 @@ class GgufCheckpoint:
         self.left_out: Counter[str] = Counter()
         self.tensors: dict[str, CheckpointTensor] = {}
         for tensor in header.tensors.values():
+            if (family := names.left_out(tensor.name)) is not None:
+                self.left_out[family] += 1
+                continue
             name = names.from_gguf(tensor.name)
             if name in self.tensors:
                 raise ModelLoadError(
