@@ -283,6 +283,39 @@ def _cwm(draw: Draw) -> Any:
     )
 
 
+def _gemma4(draw: Draw) -> Any:
+    kinds = draw.kinds(6)
+    # Both kinds are among the first four, as the last ones may read them.
+    kinds[:4] = [SLIDING, FULL, draw.one_of(SLIDING, FULL), SLIDING]
+    num_kv_heads = draw.one_of(1, 2)
+    # transformers cannot run layers that share K and V without inputs of their own.
+    shares = draw.one_of(
+        {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": draw.one_of(0, 16)},
+        {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16},
+    )
+    return _config(
+        "Gemma4Text",
+        **draw.sizes(6, hidden_size=64, num_attention_heads=4, num_key_value_heads=num_kv_heads, layer_types=kinds),
+        head_dim=draw.head_dim,
+        global_head_dim=draw.one_of(16, 32, 48),
+        attention_k_eq_v=draw.chance(),
+        num_global_key_value_heads=draw.one_of(None, 1, 2),
+        sliding_window=draw.window,
+        **shares,
+        use_double_wide_mlp=draw.chance(),
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        final_logit_softcapping=draw.one_of(None, 3.0),
+        rope_parameters={
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": draw.one_of(0.25, 0.5, 1.0),
+            },
+            SLIDING: draw.rope("default", "linear"),
+        },
+    )
+
+
 ARCHITECTURES: dict[str, Drawn] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -302,6 +335,7 @@ ARCHITECTURES: dict[str, Drawn] = {
     "granite_swa": _granite_swa,
     "starcoder2": _starcoder2,
     "cwm": _cwm,
+    "gemma4": _gemma4,
 }
 
 
@@ -323,6 +357,8 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
             if parameter.dim() < 2:
                 # Norms begin with ones, or zeros where 1 is added to them; biases with zeros; sinks with anything.
                 base = parameter.clone() if "norm" in name or "scalar" in name else torch.zeros_like(parameter)
+                # Without a smaller scale, normed queries and keys would make every softmax choose one key.
+                base = base * 0.4 if "q_norm" in name and config.model_type.startswith("gemma4") else base
                 parameter.copy_(base + values * (0.7 if "sink" in name else 0.25))
             else:
                 # Small embeddings: where they are the output too, larger ones would repeat the input.

@@ -12,6 +12,7 @@ from lamella.model_executor.models.exaone4 import EXAONE4
 from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.gemma2 import GEMMA2, VAULTGEMMA
 from lamella.model_executor.models.gemma3 import GEMMA3
+from lamella.model_executor.models.gemma4 import GEMMA4
 from lamella.model_executor.models.granite import GRANITE, GRANITE_SWA
 from lamella.model_executor.models.llama import LLAMA
 from lamella.model_executor.models.ministral import MINISTRAL, MINISTRAL3
@@ -35,6 +36,7 @@ FAMILIES: tuple[Family, ...] = (
     CWM,
     EXAONE4,
     GEMMA2,
+    GEMMA4,
     GRANITE,
     GRANITE_SWA,
     MINISTRAL,

@@ -7,6 +7,7 @@ few megabytes are read and converted by a few threads.
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ import torch
 
 from lamella.errors import ModelLoadError
 from lamella.kv_cache.spec import ceil_div
-from lamella.model_executor.models.config import ModelConfig
+from lamella.model_executor.models.config import ModelConfig, kv_sharing
 from lamella.model_executor.weights.checkpoint import Checkpoint
 from lamella.model_executor.weights.kv_scales import kv_scale_layer
 from lamella.model_executor.weights.parameters import Parameter, Part, is_float32, is_norm
@@ -80,7 +81,7 @@ def plan_parameters(
     problems += [
         f"{stored.stored_name} has no place in the model"
         for name, stored in checkpoint.tensors.items()
-        if name not in used and not _is_own_kv_scale(name, config)
+        if name not in used and not _is_own_kv_scale(name, config) and not _is_of_read_kv(name, config)
     ]
     if problems:
         told = "; ".join(problems[:_MAX_PROBLEMS_TOLD])
@@ -100,6 +101,12 @@ def stored_parts(checkpoint: Checkpoint, parameter: Parameter) -> tuple[Part, ..
 def _is_own_kv_scale(name: str, config: ModelConfig) -> bool:
     layer = kv_scale_layer(name)
     return layer is not None and layer < config.num_layers
+
+
+def _is_of_read_kv(name: str, config: ModelConfig) -> bool:
+    """Whether the tensor would make K or V in a layer that reads another's: some checkpoints have it, to no end."""
+    found = re.fullmatch(r"layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.(weight|bias)", name)
+    return found is not None and int(found[1]) in kv_sharing(config)
 
 
 def converted_pieces(checkpoint: Checkpoint, plans: Iterable[ParameterPlan]) -> Iterator[Piece]:
