@@ -23,7 +23,9 @@ from lamella.model_executor.weights.forms import WeightForm
 from lamella.native import decoder
 from lamella.native.decoder import DecoderWeights, LayerStep
 from lamella.native.elementwise import add_norm
-from lamella.native.layers import LayerTail, LinearLayer
+from lamella.native.layer_linear import LinearLayer
+from lamella.native.layers import LayerTail
+from lamella.native.mlp import Gate, GatedMLP
 
 
 class NativeOperators:
@@ -51,13 +53,16 @@ class NativeOperators:
             if num_query < qkv_proj.num_out:
                 self._add(qkv_proj, num_query, qkv_proj.num_out)
             self._tails[layer.index] = LayerTail(
-                *(self._add(each, 0, each.num_out) for each in (attention.o_proj, mlp.gate_up_proj, mlp.down_proj)),
+                self._add(attention.o_proj, 0, attention.o_proj.num_out),
+                GatedMLP(
+                    *(self._add(each, 0, each.num_out) for each in (mlp.gate_up_proj, mlp.down_proj)),
+                    Gate(mlp.config.activation),
+                ),
                 post_attention_norm=_weight(layer.post_attention_norm),
                 pre_mlp_norm=_weight(layer.mlp_norm),
                 post_mlp_norm=_weight(layer.post_mlp_norm),
                 following_norm=_weight(next_norm),
                 eps=model.norm.eps,
-                activation=mlp.config.activation,
             )
             if self.unsupported(layer) is None:
                 self._weights[layer.index] = DecoderWeights(
