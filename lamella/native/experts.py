@@ -191,7 +191,5 @@ def route(logits: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
     structure, logits = rule.structure(), logits.clone(memory_format=torch.contiguous_format)
     ids = torch.empty(len(logits), rule.top_k, dtype=torch.int64)
     weights = torch.empty(len(logits), rule.top_k)
-    _functions().route(
-        ctypes.addressof(structure), logits.data_ptr(), len(logits), ids.data_ptr(), weights.data_ptr()
-    )
+    _functions().route(ctypes.addressof(structure), logits.data_ptr(), len(logits), ids.data_ptr(), weights.data_ptr())
     return ids, weights

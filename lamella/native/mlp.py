@@ -6,12 +6,18 @@ Structures mirror those of csrc/kernels.h and csrc/experts.h.
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
-from lamella.errors import ConfigError
+import torch
+from torch import Tensor
+
+from lamella.errors import ConfigError, InvariantError
+from lamella.native.arguments import check_rows, require_library
 from lamella.native.elementwise import ACTIVATIONS
 from lamella.native.layer_linear import LinearLayer, LinearStructure
-from lamella.native.library import Float, Int
+from lamella.native.library import Float, Int, Pointer
 
 
 class GateStructure(ctypes.Structure):
@@ -51,9 +57,7 @@ class Gate(NamedTuple):
                 f"limit={self.limit} does not go with slope={self.slope} and up_offset={self.up_offset}; these take a "
                 "positive limit"
             )
-        return GateStructure(
-            self.activation == "silu", self.limit, self.limits_activated, self.slope, self.up_offset
-        )
+        return GateStructure(self.activation == "silu", self.limit, self.limits_activated, self.slope, self.up_offset)
 
 
 class GatedMLP:
@@ -74,3 +78,19 @@ def check_mlp(gate_up_proj: LinearLayer, down_proj: LinearLayer) -> None:
             f"layers {gate_up_proj.num_in} -> {gate_up_proj.num_out} and {mlp_width} -> {width} do not follow each "
             f"other; an MLP on {width} of {mlp_width} has {width} -> {2 * mlp_width} and {mlp_width} -> {width}"
         )
+
+
+@functools.cache
+def _function() -> Callable[..., None]:
+    return require_library().function("gated_clamped", Pointer, Pointer, Int, Int, Int, Pointer)
+
+
+def clamped_activation(gate_up: Tensor, gate: Gate) -> Tensor:
+    """gate_up float32 [T, 2 * width], the gate's columns first -> [T, width]. gate.limit must be positive."""
+    width = gate_up.shape[-1] // 2
+    check_rows("gate_up", gate_up, 2 * width)
+    if gate.limit <= 0:
+        raise InvariantError(f"gate.limit is {gate.limit}; it must be positive, or use gated_activation")
+    structure, out = gate.structure(), torch.empty(len(gate_up), width)
+    _function()(ctypes.addressof(structure), gate_up.data_ptr(), gate_up.stride(0), len(gate_up), width, out.data_ptr())
+    return out

@@ -55,8 +55,10 @@ def activated(gate_up: torch.Tensor, gate: Gate) -> torch.Tensor:
     limit = gate.limit or float("inf")
     if not gate.limits_activated:
         value = value.clamp(max=limit)
-    value = value * (value * gate.slope).sigmoid() if gate.activation == "silu" else functional.gelu(
-        value, approximate="tanh"
+    value = (
+        value * (value * gate.slope).sigmoid()
+        if gate.activation == "silu"
+        else functional.gelu(value, approximate="tanh")
     )
     if gate.limits_activated:
         value = value.clamp(max=limit)

@@ -22,9 +22,9 @@ from lamella.native.gguf_linear import pack_gguf
 from lamella.native.int8 import quantize_int8
 from lamella.native.layer_linear import LinearLayer
 from lamella.native.layers import LayerTail
-from lamella.native.mlp import Gate, GatedMLP
 from lamella.native.library import NativeLibrary
 from lamella.native.linear import pack_weight
+from lamella.native.mlp import Gate, GatedMLP
 from tests.helpers.attention_cases import make_metadata, nan_arena
 from tests.helpers.pairwise import pairwise
 

@@ -10,8 +10,8 @@ from lamella.native.gguf_linear import linear_gguf, pack_gguf
 from lamella.native.int8 import linear_int8, quantize_int8
 from lamella.native.layer_linear import LinearLayer
 from lamella.native.layers import LayerTail
-from lamella.native.mlp import Gate, GatedMLP
 from lamella.native.linear import linear, pack_weight
+from lamella.native.mlp import Gate, GatedMLP
 from lamella.native.w8a8 import linear_w8a8
 
 EPS = 1e-6

@@ -38,8 +38,10 @@ class GgufLinear:
             return gather_rows(table, ids, scale)
         return gather_rows_gguf(table, ids, scale)
 
-    def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
-        return scores_by_parts(partial(self.layer, weight), weight.num_out, hidden, softcap)
+    def head(
+        self, weight: Projection, hidden: torch.Tensor, softcap: float | None, bias: torch.Tensor | None
+    ) -> HeadScores:
+        return scores_by_parts(partial(self.layer, weight), weight.num_out, hidden, softcap, bias)
 
 
 def _part(weight: Projection, part: BlockPart, start: int, stop: int) -> GgufWeight | PackedWeight:

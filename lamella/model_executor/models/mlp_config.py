@@ -21,11 +21,13 @@ class GateClamp:
 
 @dataclass(frozen=True, slots=True)
 class MLPConfig:
-    """down(activation(gate(x)) * up(x)). activation: "silu" or "gelu_tanh"."""
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) where it is not gated. activation: "silu" or
+    "gelu_tanh"; clamp: of a gated one."""
 
     width: int
     activation: str
     has_bias: bool = False
+    is_gated: bool = True
     clamp: GateClamp | None = None
 
 
@@ -45,8 +47,8 @@ class RouterConfig:
     highest sums of their two best.
 
     A chosen expert's weight is its score; renormalised: divided by their sum + renormalised_floor; then times
-    `scale`, and times the expert's own scale with has_expert_scale. The weight multiplies what the expert gives, or with
-    scales_input what it takes.
+    `scale`, and times the expert's own scale with has_expert_scale. The weight multiplies what the expert gives, or
+    with scales_input what it takes.
     """
 
     scoring: str
@@ -66,17 +68,14 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """Experts, each an MLP of `width`; a token goes through those that the router gives it.
+    """A token goes through those experts that the router gives it, each of them an MLP as `expert` says.
 
     shared: an MLP beside them that every token goes through; shared_has_gate: its output is multiplied with the sigmoid
     of a linear layer of the token.
     """
 
     num_experts: int
-    width: int
-    activation: str
+    expert: MLPConfig
     router: RouterConfig
-    has_bias: bool = False
-    clamp: GateClamp | None = None
     shared: MLPConfig | None = None
     shared_has_gate: bool = False

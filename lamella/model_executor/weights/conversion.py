@@ -21,7 +21,7 @@ from lamella.kv_cache.spec import ceil_div
 from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.weights.checkpoint import Checkpoint
 from lamella.model_executor.weights.kv_scales import kv_scale_layer
-from lamella.model_executor.weights.parameters import Parameter, Part, is_norm
+from lamella.model_executor.weights.parameters import Parameter, Part, is_float32, is_norm
 from lamella.model_executor.weights.row_pairs import unpaired
 
 _PIECE_ELEMENTS = 1 << 20  # 4 MiB as float32: stays in the cache between reading and writing
@@ -50,8 +50,8 @@ class Piece(NamedTuple):
 
 
 def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Norm multipliers are float32 whatever the compute dtype is."""
-    return torch.float32 if is_norm(name) else dtype
+    """Norms, sinks and the like are float32 whatever the compute dtype is."""
+    return torch.float32 if is_float32(name) else dtype
 
 
 def plan_parameters(
@@ -102,7 +102,9 @@ def converted_pieces(checkpoint: Checkpoint, plans: Iterable[ParameterPlan]) -> 
         if is_norm(job.plan.name) and checkpoint.norm_offset:
             values = values.float() + checkpoint.norm_offset
         if job.part.head_rows and checkpoint.has_pairs:
-            values = unpaired(values, job.part.head_rows)
+            values = unpaired(values, job.part.head_rows, job.part.paired_rows)
+        if job.part.factor != 1.0:
+            values = values.float() * job.part.factor
         return Piece(job.plan, job.row_start, values.to(job.plan.dtype))
 
     return _mapped_in_order(convert, _jobs(plans), num_threads=min(4, os.cpu_count() or 1))

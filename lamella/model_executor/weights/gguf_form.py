@@ -20,7 +20,7 @@ from lamella.native.library import PANEL
 from lamella.native.linear import pack_rows
 
 _ROWS_AT_ONCE = 4096
-_FLOAT = "F32"  # the form of parts whose type has no kernel
+_FLOAT = "F32"  # the form of parts whose type has no kernel, or whose values change as they are read
 
 
 class BlockPart(NamedTuple):
@@ -54,7 +54,7 @@ class GgufBlocks:
                 break  # an error for the missing tensor is raised when parameters are planned
             stop = start + self._checkpoint.tensors[part.name].shape[0]
             type_name = self._checkpoint.type_name(part.name)
-            type_name = type_name if type_name in FORMATS else _FLOAT
+            type_name = type_name if type_name in FORMATS and part.factor == 1.0 else _FLOAT
             found.append(BlockPart(f"part{index}_{type_name}", type_name, start, stop))
             start = stop
         return found
@@ -91,6 +91,7 @@ class GgufBlocks:
         head_rows = part.head_rows if checkpoint.has_pairs else 0
         if type_name == _FLOAT:
             rows = checkpoint.read_rows(part.name, start, stop).float()
-            return pack_rows(unpaired(rows, head_rows) if head_rows else rows)
+            rows = rows if part.factor == 1.0 else rows * part.factor
+            return pack_rows(unpaired(rows, head_rows, part.paired_rows) if head_rows else rows)
         blocks = checkpoint.read_blocks(part.name, start, stop)
-        return pack_gguf(unpaired(blocks, head_rows) if head_rows else blocks, type_name).panels
+        return pack_gguf(unpaired(blocks, head_rows, part.paired_rows) if head_rows else blocks, type_name).panels

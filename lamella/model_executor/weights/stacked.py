@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from lamella.model_executor.weights import mxfp4
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
@@ -15,8 +17,8 @@ class ExpertStack:
 
     parts: which of an expert's layers its rows are ("gate_proj", "up_proj"), in equal numbers: one after the other, or
     with is_interleaved in turns, row by row. is_transposed: the last two dimensions have changed places.
-    ending: of the tensors that it stands for. scales: of MXFP4 blocks, the ending that the scales' tensor has in place
-    of the blocks' (see `mxfp4`).
+    ending: of the tensors that it stands for. scales: of MXFP4 blocks [num_experts, rows, blocks, 16], what the tensor
+    of their scales is called in place of this one (see `mxfp4`).
     """
 
     parts: tuple[str, ...]
@@ -27,7 +29,8 @@ class ExpertStack:
 
 
 class StackView(NamedTuple):
-    """A matrix [num_rows, columns], or vector [num_rows], in a stack: rows first, first + step, ... of expert `index`."""
+    """A matrix [num_rows, columns], or vector [num_rows], in a stack: rows first, first + step and so on of expert
+    `index`."""
 
     index: int
     first: int
@@ -48,6 +51,10 @@ def expert_views(
 ) -> Iterator[tuple[str, tuple[int, ...], StackView]]:
     """(name, shape, view) of every matrix in a stored tensor of `shape`. name: what the experts are called, as
     "layers.3.mlp.experts". A tensor that cannot be such a stack has none."""
+    if stack.scales is not None:
+        if len(shape) != 4 or shape[3] * 2 != mxfp4.BLOCK:
+            return
+        shape = (*shape[:2], shape[2] * mxfp4.BLOCK)
     if len(shape) not in (2, 3):
         return
     num_experts, *matrix = shape

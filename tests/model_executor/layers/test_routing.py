@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lamella.model_executor.layers.native_experts import routing_rule
+from lamella.model_executor.layers.native_mlp import routing_rule
 from lamella.model_executor.layers.routing import route
 from lamella.model_executor.models.mlp_config import RouterConfig
 from lamella.native.experts import RoutingRule
@@ -42,7 +42,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], RouterConfig]] = {
     "mixtral": ("mixtral", "MixtralTopKRouter", {}, RouterConfig(scoring="softmax", top_k=3, is_renormalised=True)),
     "qwen2": ("qwen2_moe", "Qwen2MoeTopKRouter", {"norm_topk_prob": False}, RouterConfig(scoring="softmax", top_k=3)),
     "softmax of the chosen": (
-        "gpt_oss", "GptOssTopKRouter", {}, RouterConfig(scoring="softmax", top_k=3, has_bias=True, is_renormalised=True),
+        "gpt_oss", "GptOssTopKRouter", {},
+        RouterConfig(scoring="softmax", top_k=3, has_bias=True, is_renormalised=True),
     ),
     "groups": (
         "mimo_v2_flash", "MiMoV2FlashTopkRouter",

@@ -29,7 +29,7 @@ def equal(ours: ModelConfig, config: Any) -> None:
         config.hidden_size,
         config.num_hidden_layers,
     )
-    assert ours.rms_norm_eps == config.rms_norm_eps
+    assert ours.norm_eps == config.rms_norm_eps
     assert ours.max_position_embeddings == config.max_position_embeddings
     assert ours.tie_word_embeddings == config.tie_word_embeddings
     assert ours.bos_token_id == config.bos_token_id

@@ -8,7 +8,7 @@ import torch
 
 from lamella.errors import ConfigError
 from lamella.model_executor.layers.description import DenseMLP, Experts, Projection
-from lamella.model_executor.models.mlp_config import GateClamp, RouterConfig
+from lamella.model_executor.models.mlp_config import MLPConfig, RouterConfig
 from lamella.native import experts as native
 from lamella.native.experts import RoutingRule
 from lamella.native.layer_linear import LinearLayer
@@ -20,36 +20,38 @@ from lamella.native.mlp import Gate, GatedMLP
 Layers = Callable[[Projection, int, int], LinearLayer]
 
 
+def native_mlp(mlp: DenseMLP | Experts, layers: Layers) -> GatedMLP | native.Experts:
+    """mlp: gated."""
+    return gated_mlp(mlp, layers) if isinstance(mlp, DenseMLP) else native_experts(mlp, layers)
+
+
 def gated_mlp(mlp: DenseMLP, layers: Layers) -> GatedMLP:
     gate_up_proj, down_proj = mlp.gate_up_proj, mlp.down_proj
     return GatedMLP(
-        layers(gate_up_proj, 0, gate_up_proj.num_out),
-        layers(down_proj, 0, down_proj.num_out),
-        gate_of(mlp.config.activation, mlp.config.clamp),
+        layers(gate_up_proj, 0, gate_up_proj.num_out), layers(down_proj, 0, down_proj.num_out), gate_of(mlp.config)
     )
 
 
-def gate_of(activation: str, clamp: GateClamp | None) -> Gate:
+def gate_of(config: MLPConfig) -> Gate:
+    clamp = config.clamp
     if clamp is None:
-        return Gate(activation)
-    return Gate(activation, clamp.limit, clamp.after_activation, clamp.slope, clamp.up_offset)
+        return Gate(config.activation)
+    return Gate(config.activation, clamp.limit, clamp.after_activation, clamp.slope, clamp.up_offset)
 
 
 def native_experts(experts: Experts, layers: Layers) -> native.Experts:
     """Raises ConfigError for sizes that are not whole panels: the experts of a layer lie one after the other."""
-    config, hidden = experts.config, experts.down_proj.num_out // experts.config.num_experts
-    for name, size in (("expert width", 2 * config.width), ("hidden size", hidden)):
-        if size % PANEL:
+    config = experts.config
+    sizes = {"expert width": (2 * config.expert.width, 2), "hidden size": (experts.down_columns(0).stop, 1)}
+    for name, (rows, per_unit) in sizes.items():
+        if rows % PANEL:
             raise ConfigError(
-                f"{name} {size // 2 if name == 'expert width' else size} is not made of whole panels on the native "
-                f"path, which takes multiples of {PANEL // 2 if name == 'expert width' else PANEL}; use "
+                f"{name} {rows // per_unit}: the native path takes experts in multiples of {PANEL // per_unit}; use "
                 "attention_backend='torch'"
             )
     router, numbers = experts.router, range(config.num_experts)
     # Packed anew: the router's weights are few, and stay floats whatever form the others have.
-    logits = LinearLayer(
-        [pack_weight(router.weight.values.float())], bias=None if router.bias is None else router.bias.values
-    )
+    logits = LinearLayer([pack_weight(router.weight.values)], bias=None if router.bias is None else router.bias.values)
     return native.Experts(
         logits,
         routing_rule(
@@ -58,13 +60,17 @@ def native_experts(experts: Experts, layers: Layers) -> native.Experts:
             correction=None if router.correction is None else router.correction.values,
             expert_scale=None if router.expert_scale is None else router.expert_scale.values,
         ),
-        [layers(experts.gate_up_proj, each * 2 * config.width, (each + 1) * 2 * config.width) for each in numbers],
-        [layers(experts.down_proj, each * hidden, (each + 1) * hidden) for each in numbers],
-        gate_of(config.activation, config.clamp),
+        [_columns(layers, experts.gate_up_proj, experts.gate_up_columns(each)) for each in numbers],
+        [_columns(layers, experts.down_proj, experts.down_columns(each)) for each in numbers],
+        gate_of(config.expert),
         scales_input=config.router.scales_input,
         shared=None if experts.shared is None else gated_mlp(experts.shared, layers),
         shared_gate=None if experts.shared_gate is None else layers(experts.shared_gate, 0, 1),
     )
+
+
+def _columns(layers: Layers, projection: Projection, columns: slice) -> LinearLayer:
+    return layers(projection, columns.start, columns.stop)
 
 
 def routing_rule(
