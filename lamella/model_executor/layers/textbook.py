@@ -147,8 +147,12 @@ def finish_layer(
     return x, x.clone() if next_norm is None else operations.norm(x, next_norm)
 
 
-def run_mlp(operations: Operations, mlp: DenseMLP, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run_mlp(
+    operations: Operations, mlp: DenseMLP | Experts, normed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """normed [T, width] -> what the MLP makes of it, without the bias of its last projection, and that bias."""
+    if isinstance(mlp, Experts):
+        return reduce(operations.experts(mlp, normed)), None
     gate_up = project(operations, mlp.gate_up_proj, normed)
     activated = operations.activate(gate_up, mlp.gate_up_proj.bias, mlp.config)
     return reduce(project(operations, mlp.down_proj, activated)), mlp.down_proj.bias

@@ -36,6 +36,10 @@ _INTEGERS = {
     "attention.sliding_window": ranges.POSITIONS,
     "attention.sliding_window_pattern": ranges.LAYERS,
     "rope.dimension_count": ranges.HEAD_DIM,
+    "expert_count": ranges.EXPERTS,
+    "expert_used_count": ranges.EXPERTS,
+    "expert_feed_forward_length": ranges.WIDTH,
+    "expert_shared_feed_forward_length": ranges.WIDTH,
 }
 _NUMBERS = {
     "attention.layer_norm_rms_epsilon": ranges.NORM_EPSILON,

@@ -25,11 +25,8 @@ _DEFAULTS = {
 
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
-    """Raises ModelLoadError for a variant that is not built, as for scaled rotary embeddings other than linear ones."""
-    has_bias = text.boolean("attention_bias", False)
-    shape = shape_from_json(
-        text, _DEFAULTS, qkv_bias=has_bias, output_bias=has_bias, mlp_bias=text.boolean("mlp_bias", False)
-    )
+    """Raises ModelLoadError for a variant that is not built."""
+    shape = shape_from_json(text, _DEFAULTS, attention_bias=True, mlp_bias=text.boolean("mlp_bias", False))
     layers = (shape.layer(),) * shape.num_layers
     return model_from_json(text, _DEFAULTS, end_token_ids, "llama", shape, layers)
 

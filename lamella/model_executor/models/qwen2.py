@@ -27,12 +27,17 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
-    shape = shape_from_json(text, _DEFAULTS, qkv_bias=True, output_bias=False, mlp_bias=False)
-    kinds, window = _kinds(text, shape.num_layers), _window(text)
+    shape = shape_from_json(text, _DEFAULTS, qkv_bias=True)
+    layers = tuple(shape.layer(window) for window in windows(text, shape.num_layers))
+    return model_from_json(text, _DEFAULTS, end_token_ids, "qwen2", shape, layers)
+
+
+def windows(text: ConfigJson, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's window; None: it has none."""
+    kinds, window = _kinds(text, num_layers), _window(text)
     if "sliding_attention" in kinds and window is None:
         raise text.refuse("layer_types", "there are sliding layers, but use_sliding_window is off; switch it on")
-    layers = tuple(shape.layer(window if kind == "sliding_attention" else None) for kind in kinds)
-    return model_from_json(text, _DEFAULTS, end_token_ids, "qwen2", shape, layers)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _window(text: ConfigJson) -> int | None:

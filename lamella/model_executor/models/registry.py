@@ -8,14 +8,30 @@ from lamella.model_executor.models.config_gguf import ARCHITECTURE_KEY, ConfigGg
 from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.gemma3 import GEMMA3
+from lamella.model_executor.models.gpt_oss import GPT_OSS
 from lamella.model_executor.models.llama import LLAMA
+from lamella.model_executor.models.llama4 import LLAMA4
+from lamella.model_executor.models.mimo_v2 import MIMO_V2_FLASH
 from lamella.model_executor.models.mistral import MISTRAL
+from lamella.model_executor.models.mixtral import MIXTRAL
 from lamella.model_executor.models.qwen2 import QWEN2
+from lamella.model_executor.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from lamella.model_executor.models.typed_fields import TypedFields, shown
 from lamella.model_executor.models.weight_map import WeightMap
 from lamella.model_executor.weights.gguf_header import GgufHeader
 
-FAMILIES: tuple[Family, ...] = (GEMMA3, LLAMA, MISTRAL, QWEN2)
+FAMILIES: tuple[Family, ...] = (
+    GEMMA3,
+    GPT_OSS,
+    LLAMA,
+    LLAMA4,
+    MIMO_V2_FLASH,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 
 
 def known_architectures() -> str:

@@ -30,8 +30,18 @@ GGUF_LAYER = {
     "ffn_down": "mlp.down_proj",
     "attn_norm": "input_norm",
     "ffn_norm": "mlp_norm",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_inp_shexp": "mlp.shared_gate",
+    "ffn_gate_shexp": "mlp.shared.gate_proj",
+    "ffn_up_shexp": "mlp.shared.up_proj",
+    "ffn_down_shexp": "mlp.shared.down_proj",
 }
 EXPERT_LAYER = {each: each for each in ("gate_proj", "up_proj", "down_proj")}
+# As transformers' own modules have them, which can be saved as they are.
+SAFETENSORS_STACKS = {
+    "mlp.experts.gate_up_proj": ExpertStack(("gate_proj", "up_proj")),
+    "mlp.experts.down_proj": ExpertStack(("down_proj",)),
+}
 _GGUF_STACKED = {"ffn_gate_exps": ("gate_proj",), "ffn_up_exps": ("up_proj",), "ffn_down_exps": ("down_proj",)}
 GGUF_STACKS = {
     f"{name}.{ending}": ExpertStack(parts, ending=ending)
@@ -62,7 +72,7 @@ class WeightMap:
     gguf_layer: Mapping[str, str] = field(default_factory=lambda: GGUF_LAYER)
     prefixes: tuple[str, ...] = ("model.",)
     other_parts: Mapping[str, str] = field(default_factory=dict)
-    safetensors_stacks: Mapping[str, ExpertStack] = field(default_factory=dict)
+    safetensors_stacks: Mapping[str, ExpertStack] = field(default_factory=lambda: SAFETENSORS_STACKS)
     gguf_stacks: Mapping[str, ExpertStack] = field(default_factory=lambda: GGUF_STACKS)
     experts_name: str = "mlp.experts"
     expert_layer: Mapping[str, str] = field(default_factory=lambda: EXPERT_LAYER)

@@ -63,7 +63,7 @@ def plan_parameters(
     a form that cannot be read, or that the model has no place for.
     """
     plans, problems, used = [], [], set()
-    for name, shape, parts in ((each.name, each.shape, each.parts) for each in parameters):
+    for name, shape, parts in ((each.name, each.shape, stored_parts(checkpoint, each)) for each in parameters):
         for part in parts:
             used.add(part.name)
             stored = checkpoint.tensors.get(part.name)
@@ -87,6 +87,14 @@ def plan_parameters(
         more = f"; and {len(problems) - _MAX_PROBLEMS_TOLD} more" if len(problems) > _MAX_PROBLEMS_TOLD else ""
         raise ModelLoadError(f"the weights do not fit the model's configuration: {told}{more}")
     return sorted(plans, key=lambda plan: -plan.dtype.itemsize)
+
+
+def stored_parts(checkpoint: Checkpoint, parameter: Parameter) -> tuple[Part, ...]:
+    """The parameter's parts as the checkpoint has them: where it holds the parameter fused, under its own name, that is
+    the only one."""
+    if len(parameter.parts) > 1 and parameter.name in checkpoint.tensors:
+        return (Part(parameter.name, parameter.shape[0]),)
+    return parameter.parts
 
 
 def _is_own_kv_scale(name: str, config: ModelConfig) -> bool:

@@ -11,7 +11,7 @@ import torch
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import ceil_div
 from lamella.model_executor.weights.checkpoint import Checkpoint, GgufCheckpoint
-from lamella.model_executor.weights.conversion import ParameterPlan, converted_pieces
+from lamella.model_executor.weights.conversion import ParameterPlan, converted_pieces, stored_parts
 from lamella.model_executor.weights.forms import Panels, StoredTensor
 from lamella.model_executor.weights.parameters import Parameter, Part, is_vector
 from lamella.model_executor.weights.row_pairs import unpaired
@@ -40,7 +40,11 @@ class GgufBlocks:
     def __init__(self, checkpoint: GgufCheckpoint, parameters: Iterable[Parameter]) -> None:
         """parameters: all that the model has."""
         self._checkpoint = checkpoint
-        self._parts = {each.name: self._find_parts(each.parts) for each in parameters if not is_vector(each.name)}
+        self._parts = {
+            each.name: self._find_parts(stored_parts(checkpoint, each))
+            for each in parameters
+            if not is_vector(each.name)
+        }
 
     def parts(self, name: str) -> list[BlockPart]:
         """The parts of the weight `name`, which end in `ending` instead of "weight"."""

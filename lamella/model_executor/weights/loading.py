@@ -11,7 +11,8 @@ The last two are independent of each other and may run in two threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def load_weights(
         if not isinstance(form, RowForm):
             raise ConfigError(f"random weights cannot be made in the form of {form.name!r}; they have no file")
         return collect(formed_pieces(dummy_pieces(shapes, dtype), form), stored)
-    entry = _weight_entry(source, dtype, form, cache_dir or default_cache_dir())
+    entry = _weight_entry(source, dtype, form, cache_dir or default_cache_dir(), _reading(config, parameters))
     if entry is not None:
         weights = read_weight_entry(entry, stored_tensors(shapes, dtype, form))
         if weights is not None:
@@ -162,10 +163,21 @@ def load_weights(
     return collect(pieces("loading weights"), stored)
 
 
-def _weight_entry(source: ModelSource, dtype: torch.dtype, form: WeightForm, cache_dir: Path) -> Path | None:
+def _reading(config: ModelConfig, parameters: Sequence[Parameter]) -> str:
+    """What the configuration has to say of the values themselves, shortened; empty where they are read as they are."""
+    factors = [(part.name, part.factor) for each in parameters for part in each.parts if part.factor != 1.0]
+    names = weight_map(config)
+    if not factors and not names.safetensors_pairs:
+        return ""
+    return f"{zlib.crc32(repr((factors, names.safetensors_pairs)).encode()):08x}"
+
+
+def _weight_entry(
+    source: ModelSource, dtype: torch.dtype, form: WeightForm, cache_dir: Path, reading: str
+) -> Path | None:
     try:
         if sum(path.stat().st_size for path in source.paths) < MIN_CACHED_BYTES:
             return None
-        return weight_entry_path(cache_dir, source.paths, dtype, form)
+        return weight_entry_path(cache_dir, source.paths, dtype, form, reading)
     except OSError:
         return None  # reading the checkpoint will raise what is wrong with the files
