@@ -43,7 +43,9 @@ def checked_experts(
             "n_group", f"{num_experts} experts cannot be divided into so many groups of 2 or more; a divisor would do"
         )
     if router.num_chosen_groups > router.num_groups:
-        raise config.refuse("topk_group", f"there are {router.num_groups} groups to choose from; it can be that at most")
+        raise config.refuse(
+            "topk_group", f"there are {router.num_groups} groups to choose from; it can be that at most"
+        )
     most = size * router.num_chosen_groups
     if router.top_k > most:
         raise ModelLoadError(

@@ -38,9 +38,7 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
     """`intermediate_size` is the experts' width, `intermediate_size_mlp` that of layers without them."""
     shape = shape_from_json(text, _DEFAULTS, attention_bias=True)
     expert = MLPConfig(shape.mlp_width, shape.activation)
-    router = RouterConfig(
-        scoring="sigmoid", top_k=text.integer("num_experts_per_tok", _TOP_K), scales_input=True
-    )
+    router = RouterConfig(scoring="sigmoid", top_k=text.integer("num_experts_per_tok", _TOP_K), scales_input=True)
     num_experts = count_of(text, _NUM_EXPERTS, "num_local_experts")
     experts = checked_experts(text, num_experts, expert, router, shared=expert)
     sparse = layer_numbers(text, "moe_layers", shape.num_layers)
@@ -88,9 +86,7 @@ def _is_rotated(text: ConfigJson, num_layers: int) -> tuple[bool, ...]:
 
 
 _LAYER = {name.replace("mlp.", "feed_forward."): ours for name, ours in SAFETENSORS_LAYER.items()}
-_SHARED = {
-    f"feed_forward.shared_expert.{each}": f"mlp.shared.{each}" for each in ("gate_proj", "up_proj", "down_proj")
-}
+_SHARED = {f"feed_forward.shared_expert.{each}": f"mlp.shared.{each}" for each in ("gate_proj", "up_proj", "down_proj")}
 
 LLAMA4 = Family(
     name="llama4",

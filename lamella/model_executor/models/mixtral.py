@@ -30,9 +30,7 @@ _NUM_EXPERTS, _TOP_K = 8, 2
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
     shape = shape_from_json(text, _DEFAULTS)
-    router = RouterConfig(
-        scoring="softmax", top_k=text.integer("num_experts_per_tok", _TOP_K), is_renormalised=True
-    )
+    router = RouterConfig(scoring="softmax", top_k=text.integer("num_experts_per_tok", _TOP_K), is_renormalised=True)
     num_experts = count_of(text, _NUM_EXPERTS, "num_local_experts", "num_experts")
     experts = checked_experts(text, num_experts, MLPConfig(shape.mlp_width, shape.activation), router)
     # transformers masks 0 <= q - k < sliding_window: the query itself is counted already.

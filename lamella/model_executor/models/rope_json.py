@@ -113,7 +113,9 @@ def read_rotary(
     dim = head_dim if partial is None else int(head_dim * partial)
     if kind == "default":
         if fields.has_value("factor") and config.number("factor") != 1.0:
-            raise config.refuse("factor", "without rope_type it scales nothing; write rope_type='linear', or leave it out")
+            raise config.refuse(
+                "factor", "without rope_type it scales nothing; write rope_type='linear', or leave it out"
+            )
         return RotaryConfig(dim, theta)
     if kind == "linear":
         return RotaryConfig(dim, theta, config.number("factor"))
