@@ -111,16 +111,18 @@ def _repack_q5_0(blocks: np.ndarray) -> np.ndarray:
 
 def _repack_mxfp4(blocks: np.ndarray) -> np.ndarray:
     """As Q5_0: the numbers doubled are integers of 5 bits, and half of a block's power of two is a float16."""
-    exponents = blocks[..., 0].astype(np.int32) - 128
-    if bool(((exponents < -24) | (exponents > 15)).any()):
-        wrong = exponents[(exponents < -24) | (exponents > 15)][0]
+    levels = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
+    numbers = levels[np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)]
+    # Whatever scale a block of zeros has; padding has the least one.
+    exponents = np.where(numbers.any(axis=-1), blocks[..., 0].astype(np.int32) - 128, 0)
+    is_too_far = (exponents < -24) | (exponents > 15)
+    if bool(is_too_far.any()):
         raise ConfigError(
-            f"an MXFP4 block has the scale 2^{wrong + 1}; 2^-23 to 2^16 can be kept, others need floats "
-            "(quantization='none')"
+            f"an MXFP4 block has the scale 2^{exponents[is_too_far][0] + 1}; 2^-23 to 2^16 can be kept, others need "
+            "floats (quantization='none')"
         )
     scales = np.ldexp(np.float32(1), exponents).astype(np.float16).view(np.uint16).astype(np.uint32)
-    levels = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)) + 16
-    numbers = levels[np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)]
+    numbers += 16
     return _pair(scales, np.concatenate([_join(numbers & 15, 4), _join(numbers >> 4, 1)], axis=-1))
 
 

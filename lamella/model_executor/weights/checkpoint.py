@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -90,6 +90,19 @@ class Checkpoint(Protocol):
 
     def same_values(self, first: str, second: str) -> bool:
         """Whether two tensors that can be read hold the same numbers. Reads them up to the first difference."""
+        ...
+
+
+@runtime_checkable
+class BlockCheckpoint(Checkpoint, Protocol):
+    """One whose matrices may lie in quantised blocks."""
+
+    def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of a matrix in blocks, as GGUF has them: uint8 [n, bytes of a row]."""
+        ...
+
+    def type_name(self, name: str) -> str:
+        """ggml's name of the storage format."""
         ...
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 BLOCK = 32
+BLOCK_BYTES = 17  # with its scale
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
 
