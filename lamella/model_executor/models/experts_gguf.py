@@ -27,3 +27,8 @@ def experts_from_gguf(
         shared=shared,
         shared_has_gate=shared is not None and shared_has_gate,
     )
+
+
+def has_experts(config: ConfigGguf) -> bool:
+    """Files of models without experts leave the number out, or say 0."""
+    return config.has("expert_count") and config.number_or_off("expert_count") is not None

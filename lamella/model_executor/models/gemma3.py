@@ -233,6 +233,7 @@ GEMMA3 = Family(
         prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
         other_parts={"vision_tower.": "the vision tower", "multi_modal_projector.": "the multimodal projector"},
         safetensors_norm_offset=1.0,  # the model multiplies by 1 + w
+        gguf_divisors=False,
         gguf_norm_offset=0.0,  # its converter has added the 1 already
     ),
 )

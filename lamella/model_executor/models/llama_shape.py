@@ -3,8 +3,8 @@ one rotary embedding, and layers that differ in little else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lamella.model_executor.models.config import (
@@ -24,6 +24,8 @@ KINDS = ("full_attention", "sliding_attention")
 _ROPE_THETA = 10_000.0
 # transformers' names -> ours. gelu_new is the same formula as gelu_pytorch_tanh.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+_PRE_NORMS = NormPlaces()
 
 Defaults = Mapping[str, Any]
 
@@ -46,8 +48,12 @@ class LlamaShape:
     qk_norm: str | None = None
     scale: float | None = None  # None: the root of 1 / head_dim
     softcap: float | None = None
-    norms: NormPlaces = NormPlaces()
+    norms: NormPlaces = _PRE_NORMS
     is_parallel: bool = False
+    has_gated_mlp: bool = True
+
+    def with_scale(self, scale: float) -> LlamaShape:
+        return replace(self, scale=scale)
 
     def layer(self, window_tokens: int | None = None, **attention: Any) -> LayerConfig:
         """A layer with a sliding window of so many keys, the query's own included; None: full attention. attention:
@@ -69,7 +75,7 @@ class LlamaShape:
                 **attention,
             }
         )
-        mlp = MLPConfig(self.mlp_width, self.activation, has_bias=self.mlp_bias)
+        mlp = MLPConfig(self.mlp_width, self.activation, has_bias=self.mlp_bias, is_gated=self.has_gated_mlp)
         return LayerConfig(config, mlp, self.norms, self.is_parallel)
 
 
@@ -204,41 +210,61 @@ def end_tokens(defaults: Defaults) -> tuple[int, ...]:
     return default if isinstance(default, tuple) else (default,)
 
 
-def model_from_gguf(
-    config: ConfigGguf, architecture: str, *, qkv_bias: bool, output_bias: bool, has_head: bool
-) -> ModelConfig:
-    """has_head: whether the file holds an output matrix of its own."""
+def shape_from_gguf(
+    config: ConfigGguf, tensor_names: Collection[str], *, has_partial: bool = False, **fields: Any
+) -> LlamaShape:
+    """Which projections have biases is told by the tensors. has_partial: whether the family turns a part of its heads.
+    fields: of LlamaShape, as the family has them."""
     hidden_size, num_heads = config.integer("embedding_length"), config.integer("attention.head_count")
     if hidden_size % num_heads and not config.has("attention.key_length"):
         raise config.refuse("embedding_length", f"{num_heads} attention heads cannot share it; give key_length")
     head_dim = config.integer("attention.key_length", hidden_size // num_heads)
     if config.integer("attention.value_length", head_dim) != head_dim:
         raise config.refuse("attention.value_length", f"it is built with heads of one length: {head_dim}")
-    if config.integer("rope.dimension_count", head_dim) != head_dim:
+    rotary_dim = config.integer("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim and not (has_partial and rotary_dim < head_dim):
         raise config.refuse("rope.dimension_count", f"it is built with whole heads rotated: {head_dim}")
-    shape = LlamaShape(
+    return LlamaShape(
         num_layers=config.integer("block_count"),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=config.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         mlp_width=config.integer("feed_forward_length"),
-        rotary=RotaryConfig(head_dim, config.number("rope.freq_base", _ROPE_THETA), config.rope_factor()),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
+        rotary=config.rotary(rotary_dim, _ROPE_THETA),
+        qkv_bias="blk.0.attn_q.bias" in tensor_names or "blk.0.attn_qkv.bias" in tensor_names,
+        output_bias="blk.0.attn_output.bias" in tensor_names,
+        mlp_bias="blk.0.ffn_down.bias" in tensor_names,
+        **fields,
     )
+
+
+def model_from_gguf(
+    config: ConfigGguf,
+    architecture: str,
+    shape: LlamaShape,
+    layers: tuple[LayerConfig, ...],
+    tensor_names: Collection[str],
+    *,
+    eps_key: str = "attention.layer_norm_rms_epsilon",
+    **fields: Any,
+) -> ModelConfig:
+    """fields: of ModelConfig, as the family has them."""
     return checked(
         ModelConfig(
-            architecture=architecture,
-            vocab_size=config.vocab_size(),
-            hidden_size=hidden_size,
-            layers=(shape.layer(),) * shape.num_layers,
-            norm_eps=config.number("attention.layer_norm_rms_epsilon"),
-            max_position_embeddings=config.integer("context_length"),
-            tie_word_embeddings=not has_head,
-            bos_token_id=config.bos_token_id(),
-            eos_token_ids=config.end_token_ids(),
-            dtype=config.dtype(),
+            **{
+                "architecture": architecture,
+                "vocab_size": config.vocab_size(),
+                "hidden_size": shape.hidden_size,
+                "layers": layers,
+                "norm_eps": config.number(eps_key),
+                "max_position_embeddings": config.integer("context_length"),
+                "tie_word_embeddings": "output.weight" not in tensor_names,
+                "bos_token_id": config.bos_token_id(),
+                "eos_token_ids": config.end_token_ids(),
+                "dtype": config.dtype(),
+                **fields,
+            }
         ),
         config.place,
     )

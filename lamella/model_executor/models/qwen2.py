@@ -9,7 +9,7 @@ from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.models.config_gguf import ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.family import Family
-from lamella.model_executor.models.llama_shape import model_from_gguf, model_from_json, shape_from_json
+from lamella.model_executor.models.llama_shape import model_from_gguf, model_from_json, shape_from_gguf, shape_from_json
 from lamella.model_executor.models.weight_map import WeightMap
 
 # What transformers 5.24's Qwen2Config fills in.
@@ -58,7 +58,8 @@ def _kinds(text: ConfigJson, num_layers: int) -> tuple[str, ...]:
 def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:
     """The format states no windows for this architecture. Raises ModelLoadError: metadata that is missing or unusable,
     or a variant that is not built."""
-    return model_from_gguf(config, "qwen2", qkv_bias=True, output_bias=False, has_head="output.weight" in tensor_names)
+    shape = shape_from_gguf(config, tensor_names)
+    return model_from_gguf(config, "qwen2", shape, (shape.layer(),) * shape.num_layers, tensor_names)
 
 
 QWEN2 = Family(

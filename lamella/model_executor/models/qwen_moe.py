@@ -23,10 +23,11 @@ from lamella.model_executor.models.llama_shape import (
     layer_kinds,
     model_from_gguf,
     model_from_json,
+    shape_from_gguf,
     shape_from_json,
 )
 from lamella.model_executor.models.mlp_config import ExpertsConfig, MLPConfig, RouterConfig
-from lamella.model_executor.models.weight_map import GGUF_LAYER, WeightMap
+from lamella.model_executor.models.weight_map import GGUF_HEAD_NORMS, GGUF_LAYER, HEAD_NORMS, WeightMap
 
 # What transformers 5.24's Qwen2MoeConfig and Qwen3MoeConfig fill in.
 _QWEN2 = {
@@ -104,20 +105,15 @@ def _from_gguf(architecture: str, name: str) -> Callable[[ConfigGguf, Collection
 
     def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:
         is_qwen3 = architecture == "qwen3moe"
-        model = model_from_gguf(
-            config, name, qkv_bias=not is_qwen3, output_bias=False, has_head="output.weight" in tensor_names
-        )
+        shape = shape_from_gguf(config, tensor_names, qk_norm="heads" if is_qwen3 else None)
         router = RouterConfig(scoring="softmax", top_k=1, is_renormalised=is_qwen3)
         experts = experts_from_gguf(config, router, shared_has_gate=not is_qwen3)
-        layers = with_experts(model.layers, experts, lambda layer: True)
-        if is_qwen3:
-            layers = tuple(replace(each, attention=replace(each.attention, qk_norm="heads")) for each in layers)
-        return replace(model, layers=layers)
+        layers = with_experts((shape.layer(),) * shape.num_layers, experts, lambda layer: True)
+        return model_from_gguf(config, name, shape, layers, tensor_names)
 
     return config_from_gguf
 
 
-_GGUF = GGUF_LAYER | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 QWEN2_MOE = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM", "Qwen2MoeModel", "qwen2_moe"),
@@ -133,8 +129,7 @@ QWEN3_MOE = Family(
     config_from_json=qwen3_from_json,
     config_from_gguf=_from_gguf("qwen3moe", "qwen3_moe"),
     weights=WeightMap(
-        safetensors_layer=EXPERTS_LAYER
-        | {"self_attn.q_norm": "self_attn.q_norm", "self_attn.k_norm": "self_attn.k_norm"},
-        gguf_layer=_GGUF,
+        safetensors_layer=EXPERTS_LAYER | HEAD_NORMS,
+        gguf_layer=GGUF_LAYER | GGUF_HEAD_NORMS,
     ),
 )

@@ -86,9 +86,9 @@ def read_rotary(
 ) -> RotaryConfig:
     """The embedding that one object describes, of heads of head_dim elements.
 
-    theta, original_positions: where the object has none, or, of original_positions, whatever it has. known, has_partial:
-    see `flat_rotary`. Raises ModelLoadError also for unknown names, since any of them may change the embedding, and for
-    a factor without a kind, which transformers does not apply.
+    theta: where the object has none. original_positions: instead of the object's own. known, has_partial: see
+    `flat_rotary`. Raises ModelLoadError also for unknown names, since any of them may change the embedding, and for a
+    factor without a kind, which transformers does not apply.
     """
     fields = config.fields
     unknown = sorted(set(fields) - _KEYS - known)

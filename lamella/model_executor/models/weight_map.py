@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lamella.model_executor.weights.stacked import ExpertStack
 
@@ -48,6 +48,10 @@ GGUF_STACKS = {
     for name, parts in _GGUF_STACKED.items()
     for ending in ("weight", "bias")
 }
+# Norms of Q and K, of the layers that have them.
+HEAD_NORMS = {name: name for name in ("self_attn.q_norm", "self_attn.k_norm")}
+GGUF_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+GGUF_DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _GGUF_MODEL = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 # Tables that the configuration gives; transformers has not stored them for years, and does not read them either.
 _ROTARY_BUFFER = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\w*\.\w*inv_freq")
@@ -62,6 +66,7 @@ class WeightMap:
     *_pairs: whether files hold the rows of Q and K in pairs of a head's two halves (row 2i + s is row i of half s). So
     does whatever turns neighbours against each other: some models everywhere, and llama.cpp's converter makes it so for
     some whose own files have halves.
+    gguf_divisors: whether the configuration takes divisors of rotary frequencies from tensors of the file.
     *_layer: of a tensor without ".weight" or ".bias", the whole name that the model gives it.
     *_stacks: of a layer's tensor that holds all of its experts, what it is called -> how it holds them. expert_layer:
     of an expert with tensors of its own, what these are called -> what the model calls them; experts_name: what stands
@@ -80,6 +85,7 @@ class WeightMap:
     gguf_norm_offset: float = 0.0
     safetensors_pairs: bool = False
     gguf_pairs: bool = False
+    gguf_divisors: bool = True
 
     def from_safetensors(self, name: str) -> str:
         """A stored name -> the model's. A name that the family does not know comes back as it is, so that the error for
@@ -126,4 +132,11 @@ class WeightMap:
         for prefix, part in self.other_parts.items():
             if inner.startswith(prefix):
                 return part
+        if self.gguf_divisors and name in GGUF_DIVISORS:
+            return "rotary divisors, which the configuration has"
         return "rotary frequencies" if _ROTARY_BUFFER.fullmatch(self.from_safetensors(name)) else None
+
+
+def paired(weights: WeightMap) -> WeightMap:
+    """The same, of an architecture whose rows of Q and K llama.cpp's converter puts in pairs."""
+    return replace(weights, gguf_pairs=True)

@@ -221,6 +221,9 @@ class GgufCheckpoint:
         self.left_out: Counter[str] = Counter()
         self.tensors: dict[str, CheckpointTensor] = {}
         for tensor in header.tensors.values():
+            if (family := names.left_out(tensor.name)) is not None:
+                self.left_out[family] += 1
+                continue
             problem, stack = storage_problem(header, tensor), names.gguf_stack(tensor.name)
             views = [] if stack is None else list(expert_views(stack[1], tensor.shape, stack[0]))
             for name, shape, view in views or [(names.from_gguf(tensor.name), tensor.shape, None)]:
