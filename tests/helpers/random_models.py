@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tests.helpers.random_experts import EXPERTS
 from tests.helpers.tiny_gemma import VOCAB_SIZE, save_tiny_tokenizer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -336,6 +337,7 @@ ARCHITECTURES: dict[str, Drawn] = {
     "starcoder2": _starcoder2,
     "cwm": _cwm,
     "gemma4": _gemma4,
+    **EXPERTS,
 }
 
 
@@ -350,7 +352,9 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
 
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     generator = torch.Generator().manual_seed(seed)
-    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    scalars = [
+        (name, buffer) for name, buffer in model.named_buffers() if name.endswith(("layer_scalar", "correction_bias"))
+    ]
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *scalars]:
             values = torch.randn(parameter.shape, generator=generator)

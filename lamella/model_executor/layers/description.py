@@ -15,10 +15,10 @@ from lamella.errors import InvariantError
 from lamella.model_executor.models.config import (
     AttentionConfig,
     LayerConfig,
-    MLPConfig,
     ModelConfig,
     PerLayerInputConfig,
 )
+from lamella.model_executor.models.mlp_config import ExpertsConfig, MLPConfig, RouterConfig
 from lamella.model_executor.weights.parameters import Parameter, Part, is_vector
 
 
@@ -64,11 +64,12 @@ class Norm:
 
 
 class Vector:
-    """A row of numbers, float32 [width], that checkpoints call `stored_name`."""
+    """Numbers that stay as they are whatever form weights have, float32 [*shape]; checkpoints call them
+    `stored_name`."""
 
-    def __init__(self, name: str, stored_name: str, width: int) -> None:
+    def __init__(self, name: str, stored_name: str, *shape: int) -> None:
         self.name = name
-        self.width = width
+        self.shape = shape
         self.tensors: dict[str, torch.Tensor] = {}
         self._stored_name = stored_name
 
@@ -77,7 +78,7 @@ class Vector:
         return self.tensors["vector"]
 
     def parameters(self) -> Iterator[Parameter]:
-        yield Parameter(f"{self.name}.vector", (self.width,), (Part(self._stored_name, self.width),))
+        yield Parameter(f"{self.name}.vector", self.shape, (Part(self._stored_name, self.shape[0]),))
 
 
 class Projection:
@@ -137,6 +138,38 @@ class DenseMLP:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Router:
+    """config: its vectors are there where that has them."""
+
+    config: RouterConfig
+    weight: Vector  # [num_experts, hidden_size]
+    bias: Vector | None  # [num_experts], as the others
+    correction: Vector | None
+    expert_scale: Vector | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """All experts' layers lie one after the other, as the outputs of one layer: of each expert 2 * width outputs of
+    gate_up_proj, its gate first, and hidden_size outputs of down_proj. shared_gate: of one output."""
+
+    config: ExpertsConfig
+    router: Router
+    gate_up_proj: Projection
+    down_proj: Projection
+    shared: DenseMLP | None
+    shared_gate: Projection | None
+
+    def gate_up_columns(self, expert: int) -> slice:
+        size = 2 * self.config.expert.width
+        return slice(expert * size, (expert + 1) * size)
+
+    def down_columns(self, expert: int) -> slice:
+        size = self.down_proj.num_out // self.config.num_experts
+        return slice(expert * size, (expert + 1) * size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PerLayerGate:
     """How a layer takes in what it alone gets of a token: x + norm(projection(activation(gate(x)) * input))."""
 
@@ -156,7 +189,7 @@ class DecoderLayer:
     attention: Attention
     post_attention_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: DenseMLP
+    mlp: DenseMLP | Experts
     post_mlp_norm: Norm | None
     per_layer_gate: PerLayerGate | None
     scalar: Vector | None
@@ -287,7 +320,38 @@ class Model:
             sinks=self._vector(f"{name}.sinks", f"{name}.sinks", config.num_heads) if config.has_sinks else None,
         )
 
-    def _mlp(self, name: str, config: MLPConfig) -> DenseMLP:
+    def _mlp(self, name: str, config: MLPConfig | ExpertsConfig) -> DenseMLP | Experts:
+        return self._dense(name, config) if isinstance(config, MLPConfig) else self._experts(name, config)
+
+    def _experts(self, name: str, config: ExpertsConfig) -> Experts:
+        hidden, expert, router, count = self.config.hidden_size, config.expert, config.router, config.num_experts
+        numbers = range(count)
+        names = [f"{name}.experts.{each}" for each in numbers]
+        both = [Part(f"{each}.{which}", expert.width) for each in names for which in ("gate_proj", "up_proj")]
+        gate_up_proj = Projection(f"{name}.experts.gate_up_proj", both, hidden, has_bias=expert.has_bias)
+        downs = [Part(f"{each}.down_proj", hidden) for each in names]
+        down_proj = Projection(f"{name}.experts.down_proj", downs, expert.width, has_bias=expert.has_bias)
+        self._holders += [gate_up_proj, down_proj]
+
+        def vector(which: str, is_there: bool) -> Vector | None:
+            return self._vector(f"{name}.router_{which}", f"{name}.router.{which}", count) if is_there else None
+
+        return Experts(
+            config,
+            Router(
+                router,
+                self._vector(f"{name}.router", f"{name}.router.weight", count, hidden),
+                vector("bias", router.has_bias),
+                vector("correction", router.has_correction),
+                vector("expert_scale", router.has_expert_scale),
+            ),
+            gate_up_proj,
+            down_proj,
+            None if config.shared is None else self._dense(f"{name}.shared", config.shared),
+            self._projection(f"{name}.shared_gate", hidden, 1) if config.shared_has_gate else None,
+        )
+
+    def _dense(self, name: str, config: MLPConfig) -> DenseMLP:
         hidden = self.config.hidden_size
         inputs = ("gate_proj", "up_proj") if config.is_gated else ("up_proj",)
         parts = tuple(Part(f"{name}.{each}", config.width) for each in inputs)
@@ -342,8 +406,8 @@ class Model:
             self._weightless.append(norm)
         return norm
 
-    def _vector(self, name: str, stored_name: str, width: int) -> Vector:
-        vector = Vector(name, stored_name, width)
+    def _vector(self, name: str, stored_name: str, *shape: int) -> Vector:
+        vector = Vector(name, stored_name, *shape)
         self._holders.append(vector)
         return vector
 

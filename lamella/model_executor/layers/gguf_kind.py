@@ -12,7 +12,7 @@ from lamella.model_executor.layers.linear_kinds import bias_of
 from lamella.model_executor.layers.native_heads import scores_by_parts
 from lamella.model_executor.weights.gguf_form import BlockPart, GgufBlocks
 from lamella.native.gguf_linear import FORMATS, GgufWeight, gather_rows_gguf
-from lamella.native.layers import LinearLayer
+from lamella.native.layer_linear import LinearLayer
 from lamella.native.library import PANEL
 from lamella.native.linear import PackedWeight, gather_rows
 

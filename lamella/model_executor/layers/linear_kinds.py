@@ -20,7 +20,7 @@ from lamella.model_executor.layers.native_heads import NativeScores, scores_by_p
 from lamella.model_executor.weights.forms import HEAD_ENDINGS, Int8Panels, Panels, WeightForm
 from lamella.native.int8 import Int8Weight, gather_rows_int8
 from lamella.native.int8_head import MAX_BEST, HeadTensors, Int8Head, assemble_head
-from lamella.native.layers import LinearLayer
+from lamella.native.layer_linear import LinearLayer
 from lamella.native.library import PANEL
 from lamella.native.linear import PackedWeight, gather_rows, linear, linear_topk
 

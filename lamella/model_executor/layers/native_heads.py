@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lamella.native.elementwise import softcap
-from lamella.native.layers import LinearLayer
+from lamella.native.layer_linear import LinearLayer
 from lamella.native.library import PANEL
 from lamella.native.top_columns import top_columns
 

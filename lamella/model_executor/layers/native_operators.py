@@ -15,9 +15,10 @@ from lamella.attention.native_backend import NativeBackend, paged_layer
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.layers.contract import HeadScores, LayerInputs
-from lamella.model_executor.layers.description import DecoderLayer, DenseMLP, Model, Norm, Projection
+from lamella.model_executor.layers.description import DecoderLayer, DenseMLP, Experts, Model, Norm, Projection
 from lamella.model_executor.layers.head_transform import head_transform
 from lamella.model_executor.layers.linear_kinds import LinearKind
+from lamella.model_executor.layers.native_mlp import gate_of, native_experts, native_mlp
 from lamella.model_executor.layers.textbook import finish_layer
 from lamella.model_executor.models.config import GateConfig, MLPConfig, RotaryConfig
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
@@ -25,7 +26,10 @@ from lamella.model_executor.weights.forms import WeightForm
 from lamella.native import decoder
 from lamella.native.decoder import DecoderWeights, LayerStep
 from lamella.native.elementwise import activated, add_norm, gate_attention, gated_activation, layer_norm
-from lamella.native.layers import LayerTail, LinearLayer
+from lamella.native.experts import Experts as NativeExperts
+from lamella.native.layer_linear import LinearLayer
+from lamella.native.layers import LayerTail
+from lamella.native.mlp import clamped_activation
 
 
 class NativeOperators:
@@ -36,6 +40,7 @@ class NativeOperators:
         # (name of the projection, first output, last output + 1) -> the layer of these outputs.
         self._linears: dict[tuple[str, int, int], LinearLayer] = {}
         self._tails: dict[int, LayerTail] = {}  # layer -> what follows its attention
+        self._experts: dict[str, NativeExperts] = {}  # by name, of layers that run by the textbook
         self._weights: dict[int, DecoderWeights] = {}  # of the layers that run as one call
         self._places: list[LayerPlace] = []  # the places that `_paged` was made for
         self._paged: dict[int, decoder.PagedLayer] = {}  # the layers that run as one call, with their pages
@@ -47,20 +52,20 @@ class NativeOperators:
     def prepare(self, model: Model) -> None:
         following = [*(layer.input_norm for layer in model.layers[1:]), model.norm]
         for layer, next_norm in zip(model.layers, following, strict=True):
-            attention, mlp = layer.attention, layer.mlp
+            attention = layer.attention
             qkv_proj, num_query = attention.qkv_proj, attention.config.query_columns
             self._add(qkv_proj, 0, num_query)
             if num_query < qkv_proj.num_out:
                 self._add(qkv_proj, num_query, qkv_proj.num_out)
             if _reason_against_one_tail(layer, next_norm) is None:
                 self._tails[layer.index] = LayerTail(
-                    *(self._add(each, 0, each.num_out) for each in (attention.o_proj, mlp.gate_up_proj, mlp.down_proj)),
+                    self._add(attention.o_proj, 0, attention.o_proj.num_out),
+                    native_mlp(layer.mlp, self._add),
                     post_attention_norm=_weight(layer.post_attention_norm),
                     pre_mlp_norm=_weight(layer.mlp_norm),
                     post_mlp_norm=_weight(layer.post_mlp_norm),
                     following_norm=_weight(next_norm),
                     eps=model.norm.eps,
-                    activation=mlp.config.activation,
                 )
             if self.unsupported(layer) is None:
                 self._weights[layer.index] = DecoderWeights(
@@ -108,7 +113,15 @@ class NativeOperators:
         gate_attention(attended, gate, config.activation)
         return attended
 
+    def experts(self, experts: Experts, x: torch.Tensor) -> torch.Tensor:
+        name = experts.gate_up_proj.name
+        if name not in self._experts:
+            self._experts[name] = native_experts(experts, self._add)
+        return self._experts[name](x.contiguous())
+
     def activate(self, gate_up: torch.Tensor, bias: torch.Tensor | None, config: MLPConfig) -> torch.Tensor:
+        if config.clamp is not None:
+            return clamped_activation(gate_up, gate_of(config))
         if config.is_gated:
             return gated_activation(gate_up, config.activation)
         return activated(gate_up, None, config.activation)
@@ -244,7 +257,7 @@ def _reason_against_one_tail(layer: DecoderLayer, next_norm: Norm | None) -> str
         return "attention has a gate"
     if layer.is_parallel:
         return "the MLP runs beside attention"
-    if not isinstance(layer.mlp, DenseMLP) or not layer.mlp.config.is_gated:
+    if isinstance(layer.mlp, DenseMLP) and not layer.mlp.config.is_gated:
         return "its MLP is not a gated one"
     if layer.per_layer_gate is not None or layer.scalar is not None:
         return "it takes in inputs of its own, or is scaled"

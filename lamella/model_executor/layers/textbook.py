@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from lamella.model_executor.layers.contract import LayerInputs
-from lamella.model_executor.layers.description import DecoderLayer, DenseMLP, Norm, PerLayerGate, Projection
+from lamella.model_executor.layers.description import DecoderLayer, DenseMLP, Experts, Norm, PerLayerGate, Projection
 from lamella.model_executor.models.config import GateConfig, MLPConfig
 from lamella.model_executor.step_attention import StepAttention
 
@@ -49,6 +49,10 @@ class Operations(Protocol):
     def activate(self, gate_up: torch.Tensor, bias: torch.Tensor | None, config: MLPConfig) -> torch.Tensor:
         """gate_up + bias [T, 2 * width], gate first -> activation(gate) * up, [T, width]; of an MLP that is not gated,
         up + bias [T, width] -> activation(up)."""
+        ...
+
+    def experts(self, experts: Experts, x: torch.Tensor) -> torch.Tensor:
+        """x [T, width] -> what its experts give, and the shared one, biases and all: [T, width]."""
         ...
 
     def multiply_activated(self, gate: torch.Tensor, factor: torch.Tensor, activation: str) -> torch.Tensor:
@@ -143,8 +147,12 @@ def finish_layer(
     return x, x.clone() if next_norm is None else operations.norm(x, next_norm)
 
 
-def run_mlp(operations: Operations, mlp: DenseMLP, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run_mlp(
+    operations: Operations, mlp: DenseMLP | Experts, normed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """normed [T, width] -> what the MLP makes of it, without the bias of its last projection, and that bias."""
+    if isinstance(mlp, Experts):
+        return reduce(operations.experts(mlp, normed)), None
     gate_up = project(operations, mlp.gate_up_proj, normed)
     activated = operations.activate(gate_up, mlp.gate_up_proj.bias, mlp.config)
     return reduce(project(operations, mlp.down_proj, activated)), mlp.down_proj.bias

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from lamella.model_executor.models.mlp_config import GateClamp
+
 # Row counts where weight @ x.T beats x @ weight.T on CPU (MKL, fp32; see docs/benchmarks.md).
 CPU_SWAPPED_ROWS = range(3, 129)
 
@@ -37,10 +39,17 @@ def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
     return functional.silu(x) if activation == "silu" else functional.gelu(x, approximate="tanh")
 
 
-def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def gated_activation(gate_up: torch.Tensor, activation: str, clamp: GateClamp | None = None) -> torch.Tensor:
     """gate_up [T, 2 * width], gate first -> activation(gate) * up, [T, width]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return activated(gate, activation).mul_(up)
+    if clamp is None:
+        return activated(gate, activation).mul_(up)
+    if not clamp.after_activation:
+        gate = gate.clamp(max=clamp.limit)
+    gate = gate * torch.sigmoid(gate * clamp.slope) if activation == "silu" else activated(gate, activation)
+    if clamp.after_activation:
+        gate = gate.clamp(max=clamp.limit)
+    return gate * (up.clamp(-clamp.limit, clamp.limit) + clamp.up_offset)
 
 
 def attention_gate(attended: torch.Tensor, gate: torch.Tensor, activation: str) -> torch.Tensor:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from lamella.model_executor.layers.contract import LayerInputs, Rotary
-from lamella.model_executor.layers.description import DecoderLayer, Model, Norm, Projection
+from lamella.model_executor.layers.description import DecoderLayer, Experts, Model, Norm, Projection
 from lamella.model_executor.layers.rotary import apply_rotary
 from lamella.model_executor.layers.textbook import biases_of_heads, project_heads, run_layers
+from lamella.model_executor.layers.torch_experts import run_experts
 from lamella.model_executor.layers.torch_functions import (
     activated,
     attention_gate,
@@ -94,10 +95,14 @@ class TorchOperators:
     ) -> torch.Tensor:
         return attention_gate(attended, _with_bias(gate, bias), config.activation)
 
+    def experts(self, experts: Experts, x: torch.Tensor) -> torch.Tensor:
+        return run_experts(self, experts, x)
+
     def activate(self, gate_up: torch.Tensor, bias: torch.Tensor | None, config: MLPConfig) -> torch.Tensor:
         gate_up = _with_bias(gate_up, bias)
-        activate = gated_activation if config.is_gated else activated
-        return activate(gate_up, config.activation)
+        if config.is_gated:
+            return gated_activation(gate_up, config.activation, config.clamp)
+        return activated(gate_up, config.activation)
 
     def multiply_activated(self, gate: torch.Tensor, factor: torch.Tensor, activation: str) -> torch.Tensor:
         return activated(gate, activation).mul_(factor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from lamella.model_executor.models.mlp_config import ExpertsConfig, MLPConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +156,6 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class MLPConfig:
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) where it is not gated. activation: "silu" or
-    "gelu_tanh"."""
-
-    width: int
-    activation: str
-    has_bias: bool = False
-    is_gated: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class NormPlaces:
     """Where a layer has a norm. Llama's layers have the two that come before a part, Gemma's all four, OLMo's the two
     that come after one."""
@@ -182,7 +172,7 @@ class LayerConfig:
     the MLP's own input then. has_scalar: the stream that leaves the layer is multiplied by a stored number."""
 
     attention: AttentionConfig
-    mlp: MLPConfig
+    mlp: MLPConfig | ExpertsConfig
     norms: NormPlaces = NormPlaces()
     is_parallel: bool = False
     has_scalar: bool = False

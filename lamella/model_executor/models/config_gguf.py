@@ -45,9 +45,14 @@ _INTEGERS = {
     "attention.sliding_window": ranges.POSITIONS,
     "attention.sliding_window_pattern": ranges.LAYERS,
     "rope.dimension_count": ranges.HEAD_DIM,
+    "expert_count": ranges.EXPERTS,
+    "expert_used_count": ranges.EXPERTS,
+    "expert_feed_forward_length": ranges.WIDTH,
+    "expert_shared_feed_forward_length": ranges.WIDTH,
     "rope.scaling.original_context_length": ranges.POSITIONS,
 }
 _NUMBERS = {
+    "expert_count": ranges.NumberRange(0, ranges.EXPERTS.high),
     "attention.layer_norm_rms_epsilon": ranges.NORM_EPSILON,
     "rope.freq_base": ranges.ROPE_THETA,
     "rope.freq_base_swa": ranges.ROPE_THETA,

@@ -25,6 +25,7 @@ LAYERS = IntegerRange(1, 10_000)
 VOCABULARY = IntegerRange(1, 2**26)
 WIDTH = IntegerRange(1, 2**24)
 HEADS = IntegerRange(1, 2**16)
+EXPERTS = IntegerRange(1, 2**16)
 HEAD_DIM = IntegerRange(1, 2**16)
 POSITIONS = IntegerRange(1, 2**30)  # windows and chunks are counted in positions, too
 TOKEN_ID = IntegerRange(0, 2**31 - 1)

@@ -13,14 +13,19 @@ from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.gemma2 import GEMMA2, VAULTGEMMA
 from lamella.model_executor.models.gemma3 import GEMMA3
 from lamella.model_executor.models.gemma4 import GEMMA4
+from lamella.model_executor.models.gpt_oss import GPT_OSS
 from lamella.model_executor.models.granite import GRANITE, GRANITE_SWA
 from lamella.model_executor.models.llama import LLAMA
+from lamella.model_executor.models.llama4 import LLAMA4
+from lamella.model_executor.models.mimo_v2 import MIMO_V2_FLASH
 from lamella.model_executor.models.ministral import MINISTRAL, MINISTRAL3
 from lamella.model_executor.models.mistral import MISTRAL
+from lamella.model_executor.models.mixtral import MIXTRAL
 from lamella.model_executor.models.olmo3 import OLMO2, OLMO3
 from lamella.model_executor.models.phi3 import PHI3
 from lamella.model_executor.models.qwen2 import QWEN2
 from lamella.model_executor.models.qwen3 import QWEN3
+from lamella.model_executor.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from lamella.model_executor.models.smollm3 import SMOLLM3
 from lamella.model_executor.models.starcoder2 import STARCODER2
 from lamella.model_executor.models.typed_fields import TypedFields, shown
@@ -48,6 +53,12 @@ FAMILIES: tuple[Family, ...] = (
     SMOLLM3,
     STARCODER2,
     VAULTGEMMA,
+    GPT_OSS,
+    LLAMA4,
+    MIMO_V2_FLASH,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
 )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import ceil_div
-from lamella.model_executor.weights.checkpoint import Checkpoint, GgufCheckpoint
+from lamella.model_executor.weights.checkpoint import BlockCheckpoint, Checkpoint
 from lamella.model_executor.weights.conversion import ParameterPlan, converted_pieces, stored_parts
 from lamella.model_executor.weights.forms import Panels, StoredTensor
 from lamella.model_executor.weights.parameters import Parameter, Part, is_vector
@@ -37,7 +37,7 @@ class GgufBlocks:
 
     name = "gguf"
 
-    def __init__(self, checkpoint: GgufCheckpoint, parameters: Iterable[Parameter]) -> None:
+    def __init__(self, checkpoint: BlockCheckpoint, parameters: Iterable[Parameter]) -> None:
         """parameters: all that the model has."""
         self._checkpoint = checkpoint
         self._parts = {
@@ -77,8 +77,8 @@ class GgufBlocks:
         return stored
 
     def pieces(self, checkpoint: Checkpoint, plans: Iterable[ParameterPlan]) -> Iterator[tuple[str, torch.Tensor]]:
-        if not isinstance(checkpoint, GgufCheckpoint):
-            raise InvariantError(f"blocks were asked of a {type(checkpoint).__name__}; only GGUF files have them")
+        if not isinstance(checkpoint, BlockCheckpoint):
+            raise InvariantError(f"blocks were asked of a {type(checkpoint).__name__}, which has none")
         for plan in plans:
             if is_vector(plan.name):
                 yield from ((plan.name, piece.values) for piece in converted_pieces(checkpoint, [plan]))
@@ -91,7 +91,7 @@ class GgufBlocks:
                     stop = min(start + at_once, source.num_rows)
                     yield base + part.ending, self._panels(checkpoint, source, part.type_name, start, stop)
 
-    def _panels(self, checkpoint: GgufCheckpoint, part: Part, type_name: str, start: int, stop: int) -> torch.Tensor:
+    def _panels(self, checkpoint: BlockCheckpoint, part: Part, type_name: str, start: int, stop: int) -> torch.Tensor:
         head_rows = part.head_rows if checkpoint.has_pairs else 0
         if type_name == _FLOAT:
             rows = checkpoint.read_rows(part.name, start, stop).float()

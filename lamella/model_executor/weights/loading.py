@@ -29,10 +29,11 @@ from lamella.model_executor.models.typed_json import read_json_object
 from lamella.model_executor.progress import with_progress
 from lamella.model_executor.text.tokenizer import Tokenizer
 from lamella.model_executor.text.tokenizer_loading import load_tokenizer
+from lamella.model_executor.weights import mxfp4
 from lamella.model_executor.weights.cache import read_weight_entry, weight_entry_path, write_weight_entry
 from lamella.model_executor.weights.cache_folder import default_cache_dir
 from lamella.model_executor.weights.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
-from lamella.model_executor.weights.conversion import plan_parameters
+from lamella.model_executor.weights.conversion import ParameterPlan, plan_parameters
 from lamella.model_executor.weights.dummy_weights import check_memory, dummy_pieces
 from lamella.model_executor.weights.fit import fitted_config
 from lamella.model_executor.weights.forms import RowForm, RowMajor, WeightForm, collect, formed_pieces, stored_tensors
@@ -145,6 +146,7 @@ def load_weights(
     stored = stored_tensors({plan.name: plan.shape for plan in plans}, dtype, form)
     num_bytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in stored.values())
     is_shown = shows_progress and num_bytes >= MIN_CACHED_BYTES
+    _tell_mxfp4(checkpoint, plans, dtype, form)
 
     def pieces(label: str) -> Iterator[tuple[str, torch.Tensor]]:
         logger.info("%s (%.1f GB) from %s", label, num_bytes / 1e9, source.folder)
@@ -161,6 +163,21 @@ def load_weights(
             if (weights := read_weight_entry(entry, stored)) is not None:
                 return weights
     return collect(pieces("loading weights"), stored)
+
+
+def _tell_mxfp4(checkpoint: Checkpoint, plans: Sequence[ParameterPlan], dtype: torch.dtype, form: WeightForm) -> None:
+    """Say in the log what weights in MXFP4 take once they are in a form that there are products for."""
+    in_blocks = [
+        plan for plan in plans if any(checkpoint.tensors[part.name].scales_name is not None for part in plan.parts)
+    ]
+    if in_blocks:
+        tensors = [each for plan in in_blocks for each in form.tensors(plan.name, plan.shape, dtype).values()]
+        num_held = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+        num_stored = sum(prod(plan.shape) for plan in in_blocks) * mxfp4.BLOCK_BYTES // mxfp4.BLOCK
+        logger.info(
+            "weights in MXFP4, %.2f GB in the file, take %.2f GB as %r, which there are products for",
+            num_stored / 1e9, num_held / 1e9, form.name,
+        )  # fmt: skip
 
 
 def _reading(config: ModelConfig, parameters: Sequence[Parameter]) -> str:

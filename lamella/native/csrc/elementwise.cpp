@@ -152,6 +152,25 @@ LAMELLA_EXPORT void lamella_gated_gelu_tanh(const float* gate_up, int64_t step, 
     gated<GeluTanh>(gate_up, step, num_rows, width, out);
 }
 
+// The same with the bounds of `gate`, whose limit is positive.
+LAMELLA_EXPORT void lamella_gated_clamped(const Gate* gate, const float* gate_up, int64_t step, int64_t num_rows,
+                                          int64_t width, float* out) {
+    const Vec limit = broadcast(gate->limit), slope = broadcast(gate->slope), offset = broadcast(gate->up_offset);
+#pragma omp parallel for schedule(static) if (num_rows * width > PARALLEL_FLOATS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float* from = gate_up + row * step;
+        float* to = out + row * width;
+        for_each_vec(width, [&](int64_t start, int count) {
+            Vec value = get(from + start, count);
+            if (!gate->limits_activated) value = minimum(limit, value);
+            value = gate->is_silu ? value * sigmoid(slope * value) : GeluTanh::apply(value);
+            if (gate->limits_activated) value = minimum(limit, value);
+            const Vec up = maximum(-limit, minimum(limit, get(from + width + start, count)));
+            put(to + start, value * (up + offset), count);
+        });
+    }
+}
+
 // out[num_rows, width] = activation(gate) * factor; factor null: activation(gate).
 LAMELLA_EXPORT void lamella_activated_silu(const float* gate, int64_t gate_step, const float* factor,
                                            int64_t factor_step, int64_t num_rows, int64_t width, float* out) {

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from lamella.attention.native_backend import HeadTransform
 from lamella.errors import InvariantError
 from lamella.model_executor.layers.contract import LayerInputs
-from lamella.model_executor.layers.description import DecoderLayer, Model, Norm, Projection
+from lamella.model_executor.layers.description import DecoderLayer, Experts, Model, Norm, Projection
 from lamella.model_executor.layers.head_transform import head_transform
 from lamella.model_executor.layers.textbook import biases_of_heads, project, project_heads, run_layers
 from lamella.model_executor.layers.triton.activation import (
@@ -23,6 +23,8 @@ from lamella.model_executor.layers.triton.activation import (
     gate_attention,
     gated_activation,
 )
+from lamella.model_executor.layers.triton.clamped import clamped_activation
+from lamella.model_executor.layers.triton.experts import run_experts
 from lamella.model_executor.layers.triton.heads import transform_heads
 from lamella.model_executor.layers.triton.norm import add_norm, layer_norm, rms_norm
 from lamella.model_executor.models.config import GateConfig, MLPConfig
@@ -120,7 +122,12 @@ class TritonOperators:
     ) -> torch.Tensor:
         return gate_attention(attended, gate, config.activation, bias)
 
+    def experts(self, experts: Experts, x: torch.Tensor) -> torch.Tensor:
+        return run_experts(self, experts, x)
+
     def activate(self, gate_up: torch.Tensor, bias: torch.Tensor | None, config: MLPConfig) -> torch.Tensor:
+        if config.clamp is not None:
+            return clamped_activation(gate_up, config.activation, config.clamp, bias)
         if config.is_gated:
             return gated_activation(gate_up, config.activation, bias)
         return activated(gate_up, config.activation, bias=bias)
