@@ -44,6 +44,7 @@ class RowCommits:
         first_step_page: int,
     ) -> None:
         self._page_tokens, self._retention, self._replay = page_tokens, retention, replay
+        self._keeps_block_ends = retention.keeps_block_ends
         self._rows, self._tree, self._supply = rows, tree, supply
         self._first_step_page = first_step_page
 
@@ -77,7 +78,7 @@ class RowCommits:
         elif complete > committed:
             self._commit_blocks(row, self._blocks_of(row, token_ids, num_computed))
         filled: Sequence[int] = range(rows.num_filled_at[row], complete)
-        if len(filled) > 2 and not self._retention.keeps_block_ends:  # then only these two can matter
+        if len(filled) > 2 and not self._keeps_block_ends:  # then only these two can matter
             ends = {rows.prompt_tail_at[row], rows.junction_at[row]}
             filled = sorted(end // page_tokens - 1 for end in ends if end // page_tokens - 1 in filled)
         for block in filled:
@@ -136,7 +137,9 @@ class RowCommits:
             self.add_resume_point(row, block + 1, since=start)
             if block:
                 self._tree.drop_resume_point(int(rows.nodes[row, block - 1]))
-        elif end == rows.junction_at[row] or self._retention.keeps_block_end(end, self._page_tokens):
+        elif end == rows.junction_at[row] or (
+            self._keeps_block_ends and self._retention.keeps_block_end(end, self._page_tokens)
+        ):
             self.add_resume_point(row, block + 1, since=end)
 
     def _blocks_of(self, row: int, token_ids: np.ndarray, num_tokens: int) -> list[bytes]:

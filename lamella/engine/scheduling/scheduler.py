@@ -143,7 +143,7 @@ class Scheduler:
         if self._admitted and in_flight is not None:  # they came after `reached`
             reached = Reached.after(self.rows, in_flight)
         plan = build_step_plan(self.rows, self.manager, self._scheduled, self._num_new, reached)
-        sampled_rows = self._scheduled[plan.sample_requests]
+        sampled_rows = self._scheduled.repeat(plan.num_sampled)
         self._planned.append(PlannedStep(self._scheduled, self._num_new, sampled_rows, frozenset(self._admitted)))
         return plan
 
@@ -260,11 +260,11 @@ class Scheduler:
                 position,
                 1,
                 is_prefill=False,
-                num_processed=int(rows.num_computed[row]),
+                num_processed=rows.num_computed_at[row],
                 prompt_tokens=self._prompt_tokens(row),
             )
             if has_room or self._grow_or_preempt(row, 1, reached, is_prefill=False):
-                rows.due[row] = self.manager.next_due(row)
+                rows.due_at[row] = self.manager.next_due(row)
         if self._num_preemptions > num_preemptions:
             decodes &= [rows.requests[row] is not None for row in running.tolist()]
         decoding: np.ndarray = running[decodes]
@@ -333,8 +333,8 @@ class Scheduler:
     def _prompt_tokens(self, row: int) -> int:
         """How long the row's prompt is, as long as the steps that are processed have not computed all of it; else 0.
         Its last token alone is computed like a decode. What a preempted request had generated is prompt, too."""
-        num_computed, num_tokens = int(self.rows.num_computed[row]), int(self.rows.num_tokens[row])
-        is_prompt = num_computed + 1 < num_tokens or num_computed < self.rows.num_prompt_tokens[row]
+        num_computed, num_tokens = self.rows.num_computed_at[row], self.rows.num_tokens_at[row]
+        is_prompt = num_computed + 1 < num_tokens or num_computed < self.rows.num_prompt_tokens_at[row]
         return num_tokens if is_prompt else 0
 
     def _preempt(self, row: int, *, keep: bool = True) -> Request:
