@@ -308,17 +308,18 @@ class PrefixTree:
     def want_for_end(self, group: int, wanted: Iterable[int], unwanted: Iterable[int] = ()) -> None:
         """The end of a running request will want the windowed pages of `group` that the nodes `wanted` still have then,
         and those of `unwanted` no more: they were wanted, and it will not, or that was the end."""
-        ends = self._ends_at[group]
+        ends, refs = self._ends_at[group], self.refs_at[group]
         for node in wanted:
             ends[node] += 1
-            if (group, node) in self.spare:
+            if not refs[node] and (group, node) in self.spare:
                 del self.spare[group, node]
                 self.for_ends[group, node] = None
         for node in unwanted:
-            ends[node] -= 1
-            if not ends[node] and (group, node) in self.for_ends:
+            left = ends[node] - 1
+            ends[node] = left
+            if not left and (group, node) in self.for_ends:
                 del self.for_ends[group, node]
-                self._release_window_page(group, node)
+                self._spare_window_page(group, node)
 
     def _note_kept(self, page: Page) -> None:
         self.spare.pop(page, None)
@@ -331,10 +332,15 @@ class PrefixTree:
                 return
             if self._ends_at[group][node]:
                 self.for_ends[group, node] = None
-            elif self.keep_spare and node not in self.pending:
-                self.spare[group, node] = None
             else:
-                self._drop_window_page(group, node)
+                self._spare_window_page(group, node)
+
+    def _spare_window_page(self, group: int, node: int) -> None:
+        """A windowed page that nothing keeps and no end wants is spare, or free."""
+        if self.keep_spare and node not in self.pending:
+            self.spare[group, node] = None
+        else:
+            self._drop_window_page(group, node)
 
     def _drop_window_page(self, group: int, node: int) -> None:
         page = self.page_at[group][node]

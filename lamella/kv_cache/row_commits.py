@@ -15,10 +15,12 @@ from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.row_tables import RowTables
 from lamella.kv_cache.spec import ceil_div
 
+_INT32 = np.dtype(np.int32)  # compares several times faster than np.int32
+
 
 def block_key(tokens: np.ndarray) -> bytes:
     """How the prefix tree knows a block."""
-    return tokens.tobytes() if tokens.dtype == np.int32 else tokens.astype(np.int32).tobytes()
+    return tokens.tobytes() if tokens.dtype == _INT32 else tokens.astype(_INT32).tobytes()
 
 
 # Fewer new blocks are entered one by one: arrays cost more than they save.

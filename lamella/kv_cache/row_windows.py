@@ -25,17 +25,17 @@ class RowWindows:
         self._rows, self._tree, self._supply = rows, tree, supply
 
     def slide(self, row: int, position: int, end_position: int, *, at_once: bool) -> None:
-        """Let go what nothing needs that resumes at `position` or later, when an interval of it has gathered, or
-        `at_once`; of that, leave for the row's end what one needs that resumes at end_position."""
+        """Let go what no query from `position` on sees, when an interval of it has gathered, or `at_once`; of that, leave
+        for the row's end what a query at end_position sees."""
         rows, tree = self._rows, self._tree
         for group in tree.windowed_groups:
-            first = tree.specs[group].first_needed(position)
+            first = tree.specs[group].first_visible(position)
             kept = rows.first_kept_at[group][row]
             lag_tokens = first - kept * self._page_tokens
             if lag_tokens < self._page_tokens or not (at_once or lag_tokens >= self._interval_tokens):
                 continue
             new_first = first // self._page_tokens
-            self._leave_for_end(group, row, new_first, tree.specs[group].first_needed(end_position))
+            self._leave_for_end(group, row, new_first, tree.specs[group].first_visible(end_position))
             for block in range(kept, min(new_first, rows.num_blocks_at[row])):
                 self._supply.release_block(group, row, block)
             rows.first_kept_at[group][row] = new_first

@@ -68,6 +68,7 @@ class Scheduler:
     def _begin_empty(self) -> None:
         self.queue = WaitingQueue(self.manager, self._scheduling_policy)
         self.running: list[int] = []  # rows, oldest request first
+        self._running_array: np.ndarray | None = None  # `running` as int64; None after any came or went
         self._scheduled = np.zeros(0, dtype=np.int64)
         self._num_new = np.zeros(0, dtype=np.int64)
         self._admitted: set[int] = set()  # rows that the step in preparation admits
@@ -164,7 +165,7 @@ class Scheduler:
         ends_prompt = computed == rows.num_prompt_tokens[scheduled]
         manager.commit(scheduled, rows.tokens, computed, ends_prompt=ends_prompt)
         is_chunk = step.num_new > 1
-        if is_chunk.any():
+        if np.count_nonzero(is_chunk):
             rows_of_chunks, reached = scheduled[is_chunk], computed[is_chunk]
             num_tokens = rows.num_tokens[rows_of_chunks]
             ends = np.where(reached < num_tokens, num_tokens, 0)
@@ -244,14 +245,16 @@ class Scheduler:
         """Rows (int64, oldest first) that decode one token, with room for it; only those at a block boundary cost
         anything."""
         rows = self.rows
-        running = np.array(self.running, dtype=np.int64)
+        if self._running_array is None:
+            self._running_array = np.array(self.running, dtype=np.int64)
+        running = self._running_array
         computed = reached.num_computed[running]
         num_tokens = reached.num_tokens[running]
         decodes = num_tokens - computed == 1
         if self._planned:  # who gets the last token from the step in flight needs no more
             decodes &= num_tokens < rows.max_total_tokens[running]
         num_preemptions = self._num_preemptions
-        due = decodes & (computed >= rows.due[running])
+        due = (decodes & (computed >= rows.due[running])).nonzero()[0]
         for row, position in zip(running[due].tolist(), computed[due].tolist(), strict=True):
             if rows.requests[row] is None:
                 continue  # preempted for one before
@@ -341,6 +344,7 @@ class Scheduler:
         """Back to the head of the queue; what was computed stays cached (with `keep`) until evicted."""
         rows = self.rows
         self.manager.release(row, rows.tokens[row], int(rows.num_computed[row]), keep=keep)
+        self._running_array = None
         self.running.remove(row)
         request = rows.take(row)
         request.num_preemptions += 1
@@ -349,6 +353,7 @@ class Scheduler:
         return request
 
     def _leave_row(self, row: int) -> None:
+        self._running_array = None
         self.running.remove(row)
         if self._is_in_flight(row):
             self._leaving.append(row)
@@ -388,6 +393,7 @@ class Scheduler:
                 return
             self.rows.put(request, match.num_tokens)
             self.queue.start(request)
+            self._running_array = None
             self.running.append(row)
             self._admitted.add(row)
             self.rows.due[row] = self.manager.next_due(row)
