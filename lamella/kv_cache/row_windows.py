@@ -25,8 +25,8 @@ class RowWindows:
         self._rows, self._tree, self._supply = rows, tree, supply
 
     def slide(self, row: int, position: int, end_position: int, *, at_once: bool) -> None:
-        """Let go what no query from `position` on sees, when an interval of it has gathered, or `at_once`; of that, leave
-        for the row's end what a query at end_position sees."""
+        """Let go what no query from `position` on sees, when an interval of it has gathered, or `at_once`; of that,
+        leave for the row's end what a query at end_position sees."""
         rows, tree = self._rows, self._tree
         for group in tree.windowed_groups:
             first = tree.specs[group].first_visible(position)
