@@ -306,6 +306,11 @@ def _gemma4(draw: Draw) -> Any:
         sliding_window=draw.window,
         **shares,
         use_double_wide_mlp=draw.chance(),
+        **draw.one_of(
+            {},
+            {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 3, "moe_intermediate_size": 48},
+        ),
         vocab_size_per_layer_input=VOCAB_SIZE,
         final_logit_softcapping=draw.one_of(None, 3.0),
         rope_parameters={

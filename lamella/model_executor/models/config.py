@@ -169,13 +169,18 @@ class NormPlaces:
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """is_parallel: the MLP reads what attention reads, and both join the residual stream at once; there is no norm of
-    the MLP's own input then. has_scalar: the stream that leaves the layer is multiplied by a stored number."""
+    the MLP's own input then. has_scalar: the stream that leaves the layer is multiplied by a stored number.
+
+    experts_beside: experts that read the
+    stream as the MLP does, whose output joins the MLP's; each has norms of its own before and after it, and so has the
+    router before it (Gemma 4)."""
 
     attention: AttentionConfig
     mlp: MLPConfig | ExpertsConfig
     norms: NormPlaces = NormPlaces()
     is_parallel: bool = False
     has_scalar: bool = False
+    experts_beside: ExpertsConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ _INTEGERS = {
     "num_local_experts": ranges.EXPERTS,
     "n_routed_experts": ranges.EXPERTS,
     "num_experts_per_tok": ranges.EXPERTS,
+    "top_k_experts": ranges.EXPERTS,
     "n_group": ranges.EXPERTS,
     "topk_group": ranges.EXPERTS,
     "moe_intermediate_size": ranges.WIDTH,
