@@ -11,7 +11,7 @@ import pytest
 
 from lamella import Engine, SamplingParams
 from lamella.kv_cache.memory import MemoryProfile
-from lamella.kv_cache.sizing import decode_table_widths
+from lamella.kv_cache.sizing import decode_table_widths, table_line_widths
 from lamella.model_executor.decode_graphs import batch_sizes
 from lamella.model_executor.memory_profile import GRAPH_OVERHEAD_BYTES, LargestBatch, profile_memory
 from tests.helpers.storage_counter import CountingMeter, StorageCounter
@@ -53,7 +53,8 @@ def profiled(
 ) -> MemoryProfile:
     loaded = engine.inspect()
     widths = decode_table_widths(loaded.layout, max_model_len=max_model_len, interval_tokens=8)
-    largest = LargestBatch(NUM_REQUESTS, num_tokens, widths)
+    lines = table_line_widths(loaded.layout, max_model_len=max_model_len, chunk_tokens=num_tokens, interval_tokens=8)
+    largest = LargestBatch(NUM_REQUESTS, num_tokens, widths, lines)
     specs = [place.params.spec for place in loaded.runner.places]
     meter = CountingMeter(counter, total=TOTAL, foreign=FOREIGN)
     held = meter.held_bytes()
