@@ -111,7 +111,7 @@ def host_inputs(plan: StepPlan, page_tokens: int) -> StepInputs:
     """Views of the plan's own arrays: on a CPU nothing is copied."""
     view = torch.from_numpy
     query_start, seq_lens = view(plan.query_start), view(plan.seq_lens)
-    rows = torch.arange(len(plan.seq_lens))
+    rows = view(np.arange(len(plan.seq_lens)))
     metadata = tuple(
         _metadata(
             plan,

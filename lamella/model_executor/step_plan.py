@@ -75,7 +75,7 @@ class StepPlan:
     sampling: SamplingBatch
     # int64 [T]: which of the S samples of the step launched before is the token; -1: it is in token_ids. None: all are.
     token_sources: np.ndarray | None = None
-    # None: the plan is none of a block manager's. Request i's tables are row i's, and nothing is known of what was there.
+    # None: no block manager made the plan. Request i's tables are row i's, and nothing is known of what was there.
     tables: TableVersions | None = None
 
     def __post_init__(self) -> None:

@@ -142,8 +142,8 @@ def live_entries(plan: StepPlan, group: int, table: torch.Tensor) -> torch.Tenso
 
 class CheckedReplays:
     """Wraps a runner's graph steps: hidden states and every byte of the KV memory are those of an eager pass over the
-    same batch, padded here, and nothing but the plan's slots is written. All entries of the block tables that the plan's
-    requests do not have are pointed at the null page, which is NaN, while the graph runs.
+    same batch, padded here, and nothing but the plan's slots is written. All entries of the block tables that are none
+    of the plan's requests are pointed at the null page, which is NaN, while the graph runs.
 
     steps: (requests, batch size of the graph) of each.
     """

@@ -11,17 +11,13 @@ from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.layout import build_layout
 from lamella.model_executor.device_tables import DeviceTables
 from lamella.model_executor.step_buffers import StepUpload, send_step
-from tests.helpers.fake_executor import foretell
 from tests.helpers.device_plans import random_plan
+from tests.helpers.fake_executor import foretell
 from tests.helpers.late_simulation import LateSimulation
 from tests.helpers.simulation import Simulation, chunked, full, sliding
 
 CPU = torch.device("cpu")
 SPECS = [full(), sliding(9), chunked(8)]
-
-
-class LostDevice(Exception):
-    """The launch that was to fail did."""
 
 
 class Device:
@@ -141,9 +137,7 @@ def test_windows_take_no_more_columns_than_they_have_blocks():
 
 
 def test_wider_tables_are_new_ones_with_all_that_a_plan_reads():
-    simulation = Simulation(
-        [full()], page_tokens=1, max_model_len=90, extra_slabs=200, chunk_tokens=40, max_num_seqs=2
-    )
+    simulation = Simulation([full()], page_tokens=1, max_model_len=90, extra_slabs=200, chunk_tokens=40, max_num_seqs=2)
     device = Device(simulation, NeverFails())
     simulation.add("a", [7], 80)
     seen = set()

@@ -240,9 +240,10 @@ def decode(
     windows: WindowIndices | None,
 ) -> None:
     """See AttentionBackend.decode. windows: where the keys are that a windowed layer sees; None: the layer has full
-    attention and reads the block tables. `segment_tokens` is a multiple of `tile.block_n`; the grid is filled up to about
-    `target_programs` programs. Everything here is known on the host: nothing waits for the device. What is launched
-    follows from the numbers of requests and of columns of the block tables, not from how long requests are."""
+    attention and reads the block tables. `segment_tokens` is a multiple of `tile.block_n`; the grid is filled up to
+    about `target_programs` programs. Everything here is known on the host: nothing waits for the device. What is
+    launched follows from the number of requests and the width of their tables on the host, not from how long they
+    are."""
     shape = LayerShape.of(params, cache, query.dtype)
     num_requests = query.shape[0]
     segments = {"segment_tokens": segment_tokens, "max_segments": max_segments}
