@@ -17,6 +17,7 @@ from tests.helpers.attention_cases import Ragged, forget_memo, make_case, make_m
 from tests.helpers.triton_cases import (
     DEVICE,
     assert_like_reference,
+    by_row,
     make_spec,
     metadata_on_device,
     on_device,
@@ -132,16 +133,7 @@ def test_decode_and_prefill_over_lines_that_wrap_around(rule: tuple[str, int], p
     spec = make_spec(*rule)
     requests = [Ragged(20), Ragged(0), Ragged(13), Ragged(30, 1, 28), Ragged(17, 6), Ragged(0, 9)]
     case = make_case(spec, requests, num_heads=2, page_tokens=page_tokens, num_null_columns=1)
-    host = case.metadata
-    width = host.block_tables_host.shape[1]
-    rows = [5, 2, 7, 0, 3, 1]
-    tables = torch.zeros(9, width, dtype=torch.int64)  # page 0 is NaN
-    for row, first, line in zip(rows, host.first_blocks_host.tolist(), host.block_tables_host, strict=True):
-        tables[row, (first + np.arange(width)) % width] = torch.from_numpy(line)
-    metadata = dataclasses.replace(
-        host, table_rows=torch.tensor(rows), first_blocks=torch.zeros(6, dtype=torch.int64), block_tables=tables
-    )
-    assert_like_reference(dataclasses.replace(case, metadata=metadata), small_backend())
+    assert_like_reference(by_row(case, [5, 2, 7, 0, 3, 1]), small_backend())
 
 
 def test_layers_of_a_group_share_one_list(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,10 +38,7 @@ BATCH_DEPENDENT_POINTERS = ("query", "out", "tables", "table_places", "first_blo
 
 @triton.jit
 def visible_segments(seq_len, first_key, reach, RULE: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr):
-    """(tokens per segment, the segment of the first key that the last token sees, how many from there on hold keys).
-
-    `segment_length` is the host's copy of the rule.
-    """
+    """(tokens per segment, the segment of the first key that the last token sees, how many from there on hold keys)."""
     span = seq_len
     if RULE != FULL:
         span = tl.minimum(seq_len, reach)
@@ -309,13 +306,6 @@ def count_scratch_segments(max_tokens: int, reach_tokens: int | None, *, segment
     # A run of so many tokens can touch that many segments of the shortest length. With longer segments, max_segments of
     # them hold what is seen, plus one if the first begins before it.
     return min((max_tokens + segment_tokens - 2) // segment_tokens, max_segments) + 1
-
-
-def segment_length(seen_tokens: int, *, segment_tokens: int, max_segments: int) -> int:
-    """Tokens per segment of a request that sees that many (its length, or the window or chunk if that is less)."""
-    while segment_tokens * max_segments < seen_tokens:
-        segment_tokens *= 2
-    return segment_tokens
 
 
 def decode_constants(

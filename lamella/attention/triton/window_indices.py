@@ -1,8 +1,8 @@
 """Where the keys are that each decode request sees in a windowed group, listed on the device once per step.
 
 `indices` has the pages that hold a request's window, in order, and the requests' lists follow each other as `indptr`
-says. An entry is a page; where pages are of one token it is the token's slot. The layers of the group read the lists, so
-that none of them looks into block tables, whose lines wrap around and go on beyond the window.
+says. An entry is a page; where pages are of one token it is the token's slot. The layers of the group read the lists,
+so that none of them looks into block tables, whose lines wrap around and go on beyond the window.
 """
 
 from __future__ import annotations
