@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +15,30 @@ from lamella.kv_cache.table_changes import TableChanges, TableCopy, needs
 from lamella.model_executor.step_plan import StepPlan
 
 
+class _Memory(NamedTuple):
+    """Tables of one size, and what is known to be in them: they are replaced together."""
+
+    entries: torch.Tensor
+    tables: tuple[torch.Tensor, ...]
+    first_blocks: torch.Tensor
+    copy: TableCopy
+
+    @staticmethod
+    def allocate(device: torch.device, num_rows: int, widths: Sequence[int]) -> _Memory:
+        copy = TableCopy(num_rows, widths)
+        entries = torch.full((copy.num_entries,), NULL_PAGE, dtype=torch.int64, device=device)
+        parts = entries.split([num_rows * width for width in widths])
+        tables = tuple(part.view(num_rows, width) for part, width in zip(parts, widths, strict=True))
+        return _Memory(entries, tables, torch.zeros(num_rows, dtype=torch.int64, device=device), copy)
+
+    def holds(self, num_rows: int, widths: Sequence[int]) -> bool:
+        has_columns = all(need <= width for need, width in zip(widths, self.copy.widths, strict=True))
+        return num_rows <= self.copy.num_rows and has_columns
+
+
 class DeviceTables:
-    """tables: int64 [num_rows, width] of each group, block b of a row in column b % width; a group without windows has
-    a column for each block of a row. They are views of `entries`, int64 [num_rows * sum of the widths]. first_blocks:
-    int64 [num_rows], all 0: no line begins later (see AttentionMetadata).
+    """A line for each row in each group's table; block b is in column b % width, and where a group has no windows, a
+    line has a column for each block of a row.
 
     A step's changes travel with its other arrays, between `changes` and `write`: whatever is raised there, the next
     step sends what it reads anew (`TableCopy`). A step that needs more rows or wider tables than there are gets new
@@ -27,44 +48,49 @@ class DeviceTables:
     def __init__(self, device: torch.device, layout: KVLayout) -> None:
         self._device, self._page_tokens = device, layout.page_tokens
         self._is_windowed = [group.spec.is_windowed for group in layout.groups]
-        self._allocate(0, [0] * len(layout.groups))
+        self._memory = _Memory.allocate(device, 0, [0] * len(layout.groups))
 
-    def _allocate(self, num_rows: int, widths: Sequence[int]) -> None:
-        copy = TableCopy(num_rows, widths)
-        entries = torch.full((copy.num_entries,), NULL_PAGE, dtype=torch.int64, device=self._device)
-        parts = entries.split([num_rows * width for width in widths])
-        self.tables = [part.view(num_rows, width) for part, width in zip(parts, widths, strict=True)]
-        self.entries, self._copy = entries, copy
-        self.first_blocks = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+    @property
+    def entries(self) -> torch.Tensor:
+        """All tables' entries, one group's after the other's: int64 [num_rows * sum of the widths]."""
+        return self._memory.entries
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """Of each group, int64 [num_rows, width]: views of `entries`."""
+        return self._memory.tables
+
+    @property
+    def first_blocks(self) -> torch.Tensor:
+        """int64 [num_rows], all 0: see AttentionMetadata."""
+        return self._memory.first_blocks
 
     @property
     def num_bytes(self) -> int:
-        return self.entries.nbytes
+        return self._memory.entries.nbytes + self._memory.first_blocks.nbytes
 
     def reserve(self, num_rows: int, widths: Sequence[int]) -> None:
         """Make room for so many rows, and so many blocks of each group; there may be more room already."""
-        copy = self._copy
-        if num_rows > copy.num_rows or any(need > width for need, width in zip(widths, copy.widths, strict=True)):
+        if not self._memory.holds(num_rows, widths):
+            copy = self._memory.copy
             wider = [max(pair) for pair in zip(widths, copy.widths, strict=True)]
-            self._allocate(max(num_rows, copy.num_rows), wider)
+            self._memory = _Memory.allocate(self._device, max(num_rows, copy.num_rows), wider)
 
     def changes(self, plan: StepPlan) -> TableChanges:
         """What the tables lack of the plan's. `write` them next."""
         versions = table_versions(plan)
         num_blocks = -(-plan.seq_lens // self._page_tokens)
         num_rows, widths = needs(plan.groups, versions, num_blocks, self._is_windowed)
-        if num_rows > self._copy.num_rows or any(
-            need > width for need, width in zip(widths, self._copy.widths, strict=True)
-        ):
+        if not self._memory.holds(num_rows, widths):
             # With room to spare, so that growing contexts seldom mean new tables.
             self.reserve(num_rows, [need + need // 4 + 8 for need in widths])
-        return self._copy.changes(plan.groups, versions, num_blocks)
+        return self._memory.copy.changes(plan.groups, versions, num_blocks)
 
     def write(self, places: torch.Tensor, pages: torch.Tensor) -> None:
         """The changes, on the device (int64 [n] each)."""
         if len(places):
-            self.entries.scatter_(0, places, pages)
-        self._copy.wrote()
+            self._memory.entries.scatter_(0, places, pages)
+        self._memory.copy.wrote()
 
 
 def table_versions(plan: StepPlan) -> TableVersions:

@@ -130,7 +130,7 @@ def test_graphs_are_set_aside(engine: Engine) -> None:
         profile = profiled(engine, counter, with_graphs=True)
     widths = decode_table_widths(loaded.layout, max_model_len=MAX_MODEL_LEN, interval_tokens=8)
     num_groups = len(widths)
-    entries = 2 * NUM_REQUESTS + 2 * NUM_REQUESTS + 1 + 3 * num_groups * NUM_REQUESTS + NUM_REQUESTS * sum(widths)
+    entries = 2 * NUM_REQUESTS + 3 * NUM_REQUESTS + 1 + 2 * num_groups * NUM_REQUESTS
     buffers = 8 * entries + 4 * NUM_REQUESTS * HIDDEN
     own = len(batch_sizes(NUM_REQUESTS)) * GRAPH_OVERHEAD_BYTES
     activations = 4 * NUM_REQUESTS * (2 * INTERMEDIATE + 2 * HIDDEN)
