@@ -57,7 +57,7 @@ def test_kernels_compile(tmp_path: Path, record_property: Any) -> None:
     """Decode of each shape for one target, prefill of every second, the other kernels for half of the shapes."""
     code, rows, printed = report(tmp_path, "--targets", *TARGETS, "--sample")
     assert code == 0, printed
-    assert len(rows) >= 100
+    assert len(rows) >= 83
     for kernel, step in (("decode", 1), ("prefill", 2)):
         assert sorted(row[2] for row in rows if row[1] == kernel) == sorted(named.name for named in SHAPES[::step])
     for target in TARGETS:
