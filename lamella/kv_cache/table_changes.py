@@ -41,11 +41,6 @@ class TableCopy:
         self._num_blocks = np.zeros((len(widths), num_rows), dtype=np.int64)  # of each row, up to the last in the copy
         self._is_exact = True
 
-    def table(self, group: int) -> np.ndarray:
-        """What the copy has of a group: int64 [num_rows, width], not to be written to."""
-        begin, width = self._begins[group], self.widths[group]
-        return self._entries[begin : begin + self.num_rows * width].reshape(self.num_rows, width)
-
     def changes(self, groups: Sequence[GroupPlan], versions: TableVersions, num_blocks: np.ndarray) -> TableChanges:
         """What the copy lacks of these tables, from each row's first block up to num_blocks (int64 [R], not included).
         The rows and widths must suffice (see `needs`). After `wrote` they are in the copy."""

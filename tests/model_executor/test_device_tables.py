@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from lamella.kv_cache import table_changes
 from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.layout import build_layout
+from lamella.kv_cache.step_memory import TableVersions
+from lamella.model_executor import device_tables, step_buffers
 from lamella.model_executor.device_tables import DeviceTables
 from lamella.model_executor.step_buffers import StepUpload, send_step
 from tests.helpers.device_plans import random_plan
@@ -163,3 +169,63 @@ def test_a_plan_made_by_hand_is_compared_entry_by_entry():
     plan.groups[1].block_tables[2, 0] += 1
     _, changed = send_step(upload, tables, plan)
     assert changed.num_changes == 1
+
+
+class Interruption(BaseException):
+    """What is raised at a line."""
+
+
+def raising_at(number: int, call) -> bool:
+    """Call it, and raise at the given line of what brings tables to a device, counted from 0 as they run. Whether there
+    was such a line."""
+    lines = 0
+
+    def trace(frame, event, argument):
+        nonlocal lines
+        if frame.f_code.co_filename not in TRACED_FILES:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == number + 1:
+                raise Interruption
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interruption:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+TRACED_FILES = {table_changes.__file__, device_tables.__file__, step_buffers.__file__}
+
+
+@pytest.mark.parametrize("widens", [False, True])
+def test_whatever_line_a_launch_fails_at_the_next_one_is_right(widens):
+    """A step that changes a row, a new block and a stamp fails; the next step has the stamps of the failed one, so that
+    what is taken for sent and was not would show."""
+    layout = build_layout([full(), sliding(6)], page_tokens=4)
+    before = random_plan(1, [1, 1, 4], page_tokens=4)
+    before = replace(before, tables=TableVersions(np.array([2, 0, 1]), np.arange(6).reshape(2, 3)))
+    after = random_plan(2, [1, 3, 4, 1], (40, 5) if widens else (6, 3), page_tokens=4)
+    after = replace(after, tables=TableVersions(np.array([2, 0, 3, 1]), np.arange(10, 18).reshape(2, 4)))
+    number = 0
+    while True:
+        tables, upload = DeviceTables(CPU, layout), StepUpload(CPU)
+        tables.reserve(4, [8, 8])
+        send_step(upload, tables, before)
+        has_failed = raising_at(number, lambda: send_step(upload, tables, after))  # noqa: B023
+        send_step(upload, tables, after)
+        for group, (table, part) in enumerate(zip(tables.tables, after.groups, strict=True)):
+            for index, row in enumerate(after.tables.rows.tolist()):
+                for block in range(int(part.first_blocks[index]), -(-int(after.seq_lens[index]) // 4)):
+                    page = part.block_tables[index, block - part.first_blocks[index]]
+                    assert table[row, block % table.shape[1]] == page, (number, group, row, block)
+        if not has_failed:
+            break
+        number += 1
+    assert number > 60
