@@ -12,8 +12,8 @@ TEST_READY := $(VENV)/.installed-test
 LOCKED := $(if $(shell command -v flock),flock $(VENV)/.lock)
 
 # Two processes with a thread each finish in little more than half the time of one with two threads. Tests that are about
-# threads ask for them.
-TWO_AT_A_TIME := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile
+# threads ask for them. Each process begins with half of the tests, and who is done takes over half of what the other has.
+TWO_AT_A_TIME := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-full smoke lint clean
 .NOTPARALLEL:
