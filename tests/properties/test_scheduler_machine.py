@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize
 from tests.helpers.scheduler_machine import SchedulerMachine
 from tests.helpers.simulation import chunked, full, sliding
 
-NUM_LIVES = int(os.environ.get("LAMELLA_MACHINE_EXAMPLES", "60"))
+NUM_LIVES = int(os.environ.get("LAMELLA_MACHINE_EXAMPLES", "100"))
 
 
 def lives_of(machine, num_lives, step_count=25):
