@@ -7,14 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
-from lamella.model_executor.models.config import (
-    AttentionConfig,
-    LayerConfig,
-    MLPConfig,
-    ModelConfig,
-    kv_sharing,
-    layer_specs,
-)
+from lamella.model_executor.models.config import AttentionConfig, ModelConfig, kv_sharing, layer_specs
+from tests.helpers.published_configs import parsed
 
 ATTENTION = AttentionConfig(
     kind="full_attention", num_heads=6, num_kv_heads=2, k_dim=24, v_dim=16, scale=0.5, rotary=None
@@ -22,10 +16,8 @@ ATTENTION = AttentionConfig(
 
 
 def model_of(*attentions: AttentionConfig) -> ModelConfig:
-    return ModelConfig(
-        architecture="any", vocab_size=8, hidden_size=8, rms_norm_eps=1e-6, max_position_embeddings=8,
-        tie_word_embeddings=True, layers=tuple(LayerConfig(each, MLPConfig(8, "silu")) for each in attentions),
-    )  # fmt: skip
+    config = parsed("Llama", num_hidden_layers=1)
+    return replace(config, layers=tuple(replace(config.layers[0], attention=each) for each in attentions))
 
 
 def test_columns_of_q_k_and_v_are_heads_times_their_own_width():

@@ -7,27 +7,19 @@ from dataclasses import replace
 import pytest
 
 from lamella.errors import ModelLoadError
-from lamella.model_executor.models.config import (
-    AttentionConfig,
-    LayerConfig,
-    MLPConfig,
-    ModelConfig,
-    RotaryConfig,
-)
+from lamella.model_executor.models.config import ModelConfig, RotaryConfig
 from lamella.model_executor.models.family import checked
+from tests.helpers.published_configs import parsed
 
-ATTENTION = AttentionConfig(
-    kind="full_attention", num_heads=6, num_kv_heads=2, k_dim=8, v_dim=8, scale=1.0, rotary=RotaryConfig(8, 1e4)
-)
-CONFIG = ModelConfig(
-    architecture="any", vocab_size=10, hidden_size=8, rms_norm_eps=1e-6, max_position_embeddings=8,
-    tie_word_embeddings=True, layers=(LayerConfig(ATTENTION, MLPConfig(8, "silu")),) * 2,
+CONFIG = parsed(
+    "Llama", vocab_size=10, num_attention_heads=6, num_key_value_heads=2, head_dim=8, num_hidden_layers=2,
+    bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
 
 
 def with_attention(**changes) -> ModelConfig:
     """The last layer's attention is another one."""
-    layer = replace(CONFIG.layers[1], attention=replace(ATTENTION, **changes))
+    layer = replace(CONFIG.layers[1], attention=replace(CONFIG.layers[1].attention, **changes))
     return replace(CONFIG, layers=(CONFIG.layers[0], layer))
 
 
