@@ -251,13 +251,13 @@ def problem(kernel: Kernel, named: NamedShape, target: str, measured: Measured) 
 
 
 def _is_in_sample(kernel: str, shape: int, target: int, num_targets: int) -> bool:
-    """Targets take turns: one compiles a shape's decode, one every second shape's prefill (which take seconds), and
-    every second one the rest."""
+    """Targets take turns: one compiles the decode of every second shape, one the prefill of every fourth of the other
+    shapes (both take seconds), and each a quarter of the rest."""
     if kernel == "decode":
-        return shape % num_targets == target
-    if kernel == "prefill":
         return shape % 2 == 0 and shape // 2 % num_targets == target
-    return (shape + target) % 2 == 0
+    if kernel == "prefill":
+        return shape % 4 == 1 and shape // 4 % num_targets == target
+    return (shape + target) % 4 == 0
 
 
 def selected(options: argparse.Namespace) -> Iterator[tuple[str, NamedShape, Kernel]]:

@@ -54,12 +54,13 @@ def check(rows: list[list[str]]) -> None:
 
 
 def test_kernels_compile(tmp_path: Path, record_property: Any) -> None:
-    """Decode of each shape for one target, prefill of every second, the other kernels for half of the shapes."""
+    """Decode of every second shape for one target, prefill of every fourth of the others, the other kernels for a
+    quarter of the shapes."""
     code, rows, printed = report(tmp_path, "--targets", *TARGETS, "--sample")
     assert code == 0, printed
-    assert len(rows) >= 83
-    for kernel, step in (("decode", 1), ("prefill", 2)):
-        assert sorted(row[2] for row in rows if row[1] == kernel) == sorted(named.name for named in SHAPES[::step])
+    assert len(rows) >= 44
+    for kernel, shapes in (("decode", SHAPES[::2]), ("prefill", SHAPES[1::4])):
+        assert sorted(row[2] for row in rows if row[1] == kernel) == sorted(named.name for named in shapes)
     for target in TARGETS:
         assert {row[1] for row in rows if row[0] == target} == {kernel.name for kernel in kernels(SHAPES[0], target)}
     check(rows)
@@ -74,7 +75,7 @@ def test_every_kernel_compiles_for_every_shape(target: str, tmp_path: Path, reco
     assert code == 0, printed
     assert len({row[2] for row in rows}) == len(SHAPES)
     check(rows)
-    compiled.require_pinned(compiled.of_attention(rows), may_lack=True)
+    compiled.require_pinned(compiled.of_attention(rows))
     record_property("kernel_cases", len(rows))
 
 
