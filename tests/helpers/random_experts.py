@@ -124,6 +124,65 @@ def _mimo_v2_flash(draw: Draw) -> Any:
     )
 
 
+def _afmoe(draw: Draw) -> Any:
+    return _config(
+        "Afmoe",
+        **draw.sizes(8, hidden_size=64, head_dim=draw.head_dim),
+        num_experts=draw.one_of(4, 6),
+        num_experts_per_tok=draw.one_of(1, 2, 3),
+        num_shared_experts=draw.one_of(1, 2),
+        moe_intermediate_size=draw.one_of(16, 24, 48),
+        num_dense_layers=draw.one_of(0, 1, 3),
+        route_scale=draw.number(0.5, 3),
+        mup_enabled=draw.chance(),
+        sliding_window=draw.window,
+        attention_bias=draw.chance(),
+        rope_parameters=draw.rope(*ROPES),
+        **draw.one_of({}, {"layer_types": draw.kinds(8)}, {"global_attn_every_n_layers": 2}),
+    )
+
+
+def _laguna(draw: Draw) -> Any:
+    def rope() -> dict[str, Any]:
+        return {**draw.rope("default", "linear"), "partial_rotary_factor": draw.one_of(0.5, 1.0)}
+
+    parameters = {kind: rope() for kind in ("full_attention", "sliding_attention")}
+    heads = [draw.num_kv_heads * draw.one_of(1, 2, 4) for _ in range(4)]
+    return _config(
+        "Laguna",
+        **draw.sizes(4, hidden_size=64, head_dim=draw.head_dim),
+        num_attention_heads_per_layer=draw.one_of(None, heads),
+        num_experts=draw.one_of(4, 6),
+        num_experts_per_tok=draw.one_of(1, 2, 3),
+        moe_intermediate_size=draw.one_of(16, 24, 48),
+        shared_expert_intermediate_size=draw.one_of(32, 40),
+        moe_routed_scaling_factor=draw.number(0.5, 3),
+        moe_router_logit_softcapping=draw.one_of(0.0, 1.5),
+        gating=draw.one_of(True, "per-head", "per-element"),
+        sliding_window=draw.window,
+        attention_bias=draw.chance(),
+        layer_types=draw.kinds(4),
+        mlp_layer_types=draw.one_of(None, ["sparse", "dense", "dense", "sparse"]),
+        rope_parameters=draw.one_of(None, parameters),
+    )
+
+
+def _phimoe(draw: Draw) -> Any:
+    rope = draw.rope("default", "longrope")
+    if rope["rope_type"] == "longrope":
+        rope |= {"short_mscale": 1.2, "long_mscale": 1.2, "original_max_position_embeddings": 64}
+    return _config(
+        "Phimoe",
+        **draw.sizes(2),
+        num_local_experts=draw.one_of(4, 6),
+        router_jitter_noise=draw.one_of(0.01, 0.3),
+        sliding_window=draw.one_of(None, draw.window),
+        attention_bias=draw.chance(),
+        lm_head_bias=draw.chance(),
+        rope_parameters=rope,
+    )
+
+
 EXPERTS: dict[str, Callable[[Draw], Any]] = {
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2_moe,
@@ -131,4 +190,7 @@ EXPERTS: dict[str, Callable[[Draw], Any]] = {
     "gpt_oss": _gpt_oss,
     "llama4": _llama4,
     "mimo_v2_flash": _mimo_v2_flash,
+    "afmoe": _afmoe,
+    "laguna": _laguna,
+    "phimoe": _phimoe,
 }
