@@ -183,6 +183,39 @@ def _phimoe(draw: Draw) -> Any:
     )
 
 
+def _step3p5(draw: Draw) -> Any:
+    """The text model of a checkpoint with a vision tower, which is as small as it can be."""
+    from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig, Step3p7VisionConfig
+
+    def rope() -> dict[str, Any]:
+        return {**draw.rope("default", "linear"), "partial_rotary_factor": draw.one_of(0.5, 1.0)}
+
+    kinds = draw.kinds(5)
+    limits = [draw.one_of(0.0, 0.2, None) for _ in kinds]
+    text = Step3p7TextConfig(
+        **draw.sizes(5, hidden_size=64, head_dim=draw.head_dim),
+        num_sliding_attention_heads=draw.one_of(None, 2 * draw.num_heads),
+        n_routed_experts=draw.one_of(4, 6),
+        num_experts_per_tok=draw.one_of(1, 2, 3),
+        moe_intermediate_size=draw.one_of(16, 24, 48),
+        share_expert_dim=draw.one_of(32, 40),
+        moe_router_scaling_factor=draw.number(0.5, 3),
+        query_pre_attn_scalar=draw.one_of(None, 24),
+        swiglu_limits=draw.one_of(None, limits),
+        swiglu_limits_shared=draw.one_of(None, limits[::-1]),
+        attention_bias=draw.chance(),
+        mlp_bias=draw.chance(),
+        sliding_window=draw.window,
+        layer_types=kinds,
+        mlp_layer_types=draw.one_of(None, ["dense", "sparse", "sparse", "dense", "sparse"]),
+        rope_parameters={kind: rope() for kind in ("full_attention", "sliding_attention")},
+    )
+    vision = Step3p7VisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, image_size=28
+    )
+    return _config("Step3p7", text_config=text.to_dict(), vision_config=vision.to_dict())
+
+
 EXPERTS: dict[str, Callable[[Draw], Any]] = {
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2_moe,
@@ -193,4 +226,5 @@ EXPERTS: dict[str, Callable[[Draw], Any]] = {
     "afmoe": _afmoe,
     "laguna": _laguna,
     "phimoe": _phimoe,
+    "step3p5": _step3p5,
 }

@@ -31,6 +31,7 @@ from lamella.model_executor.models.qwen3 import QWEN3
 from lamella.model_executor.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from lamella.model_executor.models.smollm3 import SMOLLM3
 from lamella.model_executor.models.starcoder2 import STARCODER2
+from lamella.model_executor.models.step3p5 import STEP3P5
 from lamella.model_executor.models.typed_fields import TypedFields, shown
 from lamella.model_executor.models.weight_map import WeightMap
 from lamella.model_executor.weights.gguf_header import GgufHeader
@@ -65,6 +66,7 @@ FAMILIES: tuple[Family, ...] = (
     AFMOE,
     LAGUNA,
     PHIMOE,
+    STEP3P5,
 )
 
 
