@@ -21,7 +21,7 @@ from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.layout import KVLayout, build_layout, without_sliding
 from lamella.kv_cache.memory import MemoryProfile, allocate_arena, available_memory_bytes, total_memory_bytes
 from lamella.kv_cache.retention import RetentionPolicy
-from lamella.kv_cache.sizing import PoolSize, decode_table_widths, size_pool
+from lamella.kv_cache.sizing import PoolSize, decode_table_widths, size_pool, table_line_widths
 from lamella.kv_cache.split import split_pools
 from lamella.model_executor.decode_graphs import CAPTURABLE_BACKENDS, CudaGraphs
 from lamella.model_executor.layers.choice import choose_operators
@@ -102,15 +102,16 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
     stored_specs = without_sliding(attention_specs) if config.disable_hybrid_kv_cache else attention_specs
     layout = build_layout(stored_specs, page_tokens=config.page_size, kv_sharing=kv_sharing(model_config))
     interval_tokens = config.swa_eviction_interval or config.page_size
+    table_bounds = {
+        "max_model_len": max_model_len or model_config.max_position_embeddings,
+        "interval_tokens": interval_tokens,
+        "num_blocks_more": _num_blocks_more(config),
+    }
     max_batch = LargestBatch(
         num_requests=config.max_num_seqs,
         num_tokens=config.max_num_batched_tokens,
-        table_widths=decode_table_widths(
-            layout,
-            max_model_len=max_model_len or model_config.max_position_embeddings,
-            interval_tokens=interval_tokens,
-            num_blocks_more=_num_blocks_more(config),
-        ),
+        table_widths=decode_table_widths(layout, **table_bounds),
+        line_widths=table_line_widths(layout, chunk_tokens=config.max_num_batched_tokens, **table_bounds),
     )
     uses_graphs = device.type == "cuda" and not config.enforce_eager and backend.name in CAPTURABLE_BACKENDS
     memory_bytes, profile = _checked_memory_bytes(config.kv_cache_memory_bytes, device), None
@@ -153,6 +154,8 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
     )
     arena = allocate_arena(layout, size.num_slabs, device, step_pages_bytes=size.step_pages_bytes)
     runner = ModelRunner(stack, backend, layout, attention_specs, arena, kv_dtype=kv_dtype, kv_scales=kv_scales)
+    if device.type != "cpu":
+        runner.reserve_tables(max_batch.num_requests, max_batch.line_widths)
     if uses_graphs:
         _capture_graphs(runner, max_batch, profile, device)
     model_config = _with_tokenizer_end(model_config, tokenizer)

@@ -22,9 +22,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class Draw:
     """Choices of one seed."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, name: str, seed: int, window: int | None = None) -> None:
+        """window: None for one at random."""
         self._random = random.Random(f"{name} {seed}")
-        self.window = self._random.randint(8, 32)
+        drawn = self._random.randint(8, 32)
+        self.window = drawn if window is None else window
         self.head_dim = self.one_of(16, 32)
         self.num_kv_heads = self.one_of(1, 2, 4)
         self.num_heads = self.num_kv_heads * self.one_of(*((2, 4) if self.num_kv_heads < 4 else (1, 2)))
@@ -346,8 +348,8 @@ ARCHITECTURES: dict[str, Drawn] = {
 }
 
 
-def draw_config(name: str, seed: int) -> Any:
-    return ARCHITECTURES[name](Draw(name, seed))
+def draw_config(name: str, seed: int, window: int | None = None) -> Any:
+    return ARCHITECTURES[name](Draw(name, seed, window))
 
 
 def random_model(config: Any, *, seed: int = 0) -> Any:
@@ -377,9 +379,9 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
     return model
 
 
-def save_random_model(path: Path, name: str, seed: int) -> Any:
+def save_random_model(path: Path, name: str, seed: int, window: int | None = None) -> Any:
     """Write the model that `seed` draws of the architecture, with a tokenizer, and return transformers' own."""
-    model = random_model(draw_config(name, seed), seed=seed)
+    model = random_model(draw_config(name, seed, window), seed=seed)
     model.save_pretrained(path)
     save_tiny_tokenizer(path)
     return model

@@ -30,7 +30,7 @@ class RotaryConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3Scaling:
+class BlendedScaling:
     """Llama 3.1's: long wavelengths are divided by `factor`, short ones stay, those between are blended."""
 
     factor: float
@@ -75,7 +75,7 @@ class PairDivisors:
     divisors: tuple[float, ...]
 
 
-RotaryScaling = Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling | PairDivisors
+RotaryScaling = BlendedScaling | YarnScaling | LongRopeScaling | ProportionalScaling | PairDivisors
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models import config_ranges as ranges
 from lamella.model_executor.models.config import (
-    Llama3Scaling,
+    BlendedScaling,
     LongRopeScaling,
     ProportionalScaling,
     RotaryConfig,
@@ -129,7 +129,7 @@ def read_rotary(
         low, high = config.number("low_freq_factor"), config.number("high_freq_factor")
         if low == high:
             raise config.refuse("high_freq_factor", f"must differ from low_freq_factor={low}: between them is a blend")
-        return RotaryConfig(dim, theta, scaling=Llama3Scaling(config.number("factor"), low, high, original))
+        return RotaryConfig(dim, theta, scaling=BlendedScaling(config.number("factor"), low, high, original))
     if kind == "yarn":
         return _yarn(config, dim, theta, original, max_positions)
     return _longrope(config, dim, theta, original, max_positions)
