@@ -355,9 +355,10 @@ def draw_config(name: str, seed: int, window: int | None = None) -> Any:
 def random_model(config: Any, *, seed: int = 0) -> Any:
     """transformers' model of `config`, float32, in which every parameter matters: norms differ from what they begin
     with, biases and sinks from 0."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").eval().float()
     generator = torch.Generator().manual_seed(seed)
     scalars = [
         (name, buffer) for name, buffer in model.named_buffers() if name.endswith(("layer_scalar", "correction_bias"))

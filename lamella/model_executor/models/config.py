@@ -197,7 +197,8 @@ class PerLayerInputConfig:
 class ModelConfig:
     """norm_kind: "rms", or "layer" for LayerNorm, with a bias if norm_has_bias; of every norm that is not of heads.
     embedding_scale multiplies a token's embedding. logits_scale multiplies logits; it is part of the last norm's weight
-    once that is loaded. final_logit_softcap c turns a logit l into c * tanh(l / c).
+    once that is loaded. final_logit_softcap c turns a logit l into c * tanh(l / c). num_left_out_layers: those that
+    files hold behind these, for predicting several tokens.
 
     A factor m of what every part adds to the residual stream needs no field: the stream divided by m gets the parts
     unscaled, so embedding_scale / m and norm_eps / m² say the same (Granite).
@@ -217,6 +218,7 @@ class ModelConfig:
     per_layer_input: PerLayerInputConfig | None = None
     logits_scale: float = 1.0
     final_logit_softcap: float | None = None
+    num_left_out_layers: int = 0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # the checkpoint's own

@@ -4,6 +4,7 @@ reads it (`modeling_rope_utils.py`)."""
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models import config_ranges as ranges
@@ -171,3 +172,14 @@ def _divisors(config: ConfigJson, key: str, num_pairs: int) -> tuple[float, ...]
     if len(divisors) != num_pairs or not all(above < each <= high for each in divisors):
         raise config.fields.error(key, f"a list of {num_pairs} numbers above {above:g}, one for each pair that turns")
     return divisors
+
+
+def rotary_of_kind(
+    config: ConfigJson, kind: str, kinds: Collection[str], head_dim: int, default: RotaryConfig, *, max_positions: int
+) -> RotaryConfig:
+    """The embedding of the layers of one kind, where `rope_parameters` has an object for each; what they are without it
+    is `default`. kinds: of all layers. A part of a head may turn. Raises as `read_rotary`."""
+    if not config.fields.has_value("rope_parameters") or kind not in kinds:
+        return default
+    parameters = renamed(config.object("rope_parameters").fields.object(kind))
+    return read_rotary(ConfigJson(parameters), head_dim, theta=10_000.0, max_positions=max_positions, has_partial=True)
