@@ -1,0 +1,124 @@
+"""A model that transformers runs, from its files to a `TransformersModel`; what cannot be run is refused before weights
+are read.
+
+The order: config, layers by the config, a copy of the model on the meta device that records two tokens' attention calls,
+their comparison; then the weights, and the same record and comparison on the model itself, where masks and sinks have
+values, and the test that tokens are mixed by attention alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lamella.errors import ModelLoadError
+from lamella.kv_cache.spec import KVCacheSpec
+from lamella.model_executor.models.transformers_backend.agreement import agreed_specs
+from lamella.model_executor.models.transformers_backend.attention_call import UnsupportedCallError
+from lamella.model_executor.models.transformers_backend.attention_interface import RECORDED_ATTENTION, register
+from lamella.model_executor.models.transformers_backend.declared_layers import DeclaredLayer, declared_layers
+from lamella.model_executor.models.transformers_backend.gguf_weights import refuse_unread_metadata
+from lamella.model_executor.models.transformers_backend.model_weights import load_model
+from lamella.model_executor.models.transformers_backend.recorder import RecordedLayer, record_layers
+from lamella.model_executor.models.transformers_backend.text_config import (
+    TransformersConfig,
+    causal_lm_class,
+    read_text_config,
+    served_config,
+)
+from lamella.model_executor.models.transformers_backend.text_model import TransformersModel
+from lamella.model_executor.models.transformers_backend.token_mixing import refuse_mixing
+from lamella.model_executor.weights.gguf_header import read_gguf_header
+from lamella.model_executor.weights.model_source import ModelSource
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """A model that is known to run, without weights. specs: of KV in float32; owners: layer -> whose KV it reads."""
+
+    source: ModelSource
+    config: TransformersConfig
+    text_config: Any
+    model_class: Any
+    declared: Sequence[DeclaredLayer]
+    specs: Sequence[KVCacheSpec]
+    owners: Mapping[int, int]
+
+
+def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> CheckedModel:
+    """Read the config and record the model without weights. end_token_ids: generation_config.json's.
+
+    Raises ModelLoadError with the reason why the model is not run.
+    """
+    gguf = source.gguf_path
+    place = gguf or source.folder / "config.json"
+    text_config = read_text_config(source.folder, None if gguf is None else gguf.name)
+    if gguf is not None:
+        refuse_unread_metadata(read_gguf_header(gguf), text_config)
+    model_class = causal_lm_class(text_config, place)
+    try:
+        declared = declared_layers(text_config)
+        recorded = _record_without_weights(model_class, text_config)
+        specs, owners = agreed_specs(text_config, declared, recorded, itemsize_bytes=torch.float32.itemsize)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{place}: {model_class.__name__} is not run by transformers' backend: {error}") from error
+    config = served_config(text_config, place, end_token_ids)
+    return CheckedModel(source, config, text_config, model_class, declared, specs, owners)
+
+
+def load_checked(
+    checked: CheckedModel, dtype: torch.dtype, device: torch.device, *, itemsize_bytes: int
+) -> tuple[TransformersModel, list[KVCacheSpec]]:
+    """The model with its weights, and its layers' specs for KV of `itemsize_bytes`.
+
+    Raises ModelLoadError: weights that do not fit, and what shows only where there are numbers.
+    """
+    model = load_model(checked.source, checked.model_class, _for_recording(checked.text_config), dtype).to(device)
+    if dtype == torch.float32 != getattr(torch, checked.config.dtype):
+        logger.info("%s: stored in %s, computed in float32", checked.source.name, checked.config.dtype)
+    try:
+        recorded = record_layers(model, device)
+        specs, _ = agreed_specs(checked.text_config, checked.declared, recorded, itemsize_bytes=itemsize_bytes)
+        refuse_mixing(model, checked.config.vocab_size, device)
+    except ModelLoadError as error:
+        raise ModelLoadError(
+            f"{checked.source.name}: {checked.model_class.__name__} is not run by transformers' backend: {error}"
+        ) from error
+    runnable = TransformersModel(model, recorded)
+    logger.info(
+        "%s runs by transformers' %s on lamella's attention%s",
+        checked.source.name,
+        checked.model_class.__name__,
+        "" if runnable.prunes else "; its layers compute every token of a step",
+    )
+    return runnable, specs
+
+
+def _for_recording(text_config: Any) -> Any:
+    register()
+    config = copy.deepcopy(text_config)
+    config._attn_implementation = RECORDED_ATTENTION
+    return config
+
+
+def _record_without_weights(model_class: Any, text_config: Any) -> list[RecordedLayer]:
+    config = _for_recording(text_config)
+    # One product per token: what other ways to run experts do depends on numbers, and there are none.
+    config._experts_implementation = "batched_mm"
+    device = torch.device("meta")
+    try:
+        with device:
+            model = model_class._from_config(config).eval()
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == (RECORDED_ATTENTION,):
+            raise UnsupportedCallError("its attention does not go through transformers' attention interface") from error
+        text = " ".join(str(error).split())
+        raise ModelLoadError(f"transformers cannot build it: {type(error).__name__}: {text}") from error
+    return record_layers(model, device)
