@@ -76,12 +76,7 @@ class LayerPruning:
         device = next(model.parameters()).device
         set_handler(model, own_value)
         whole = [run_tokens(model, torch.arange(length, device=device)) for length in _LENGTHS][1]
-        dims = []
-        for shapes in self._shapes:
-            dims.append(
-                {path: dim for path, (one, other) in _pairs(shapes) if (dim := _differing(one, other)) is not None}
-            )
-        self._token_dims, self._shapes = dims, []
+        self._token_dims, self._shapes = [_token_dims(shapes) for shapes in self._shapes], []
         wanted = torch.tensor([1, 4], device=device)
         middle = (num_layers + 1) // 2
 
@@ -113,8 +108,9 @@ def decoder_layers(model: torch.nn.Module, recorded: list[RecordedLayer]) -> lis
     return modules
 
 
-def _pairs(shapes: dict[Path, list[torch.Size]]) -> Iterator[tuple[Path, list[torch.Size]]]:
-    return ((path, found) for path, found in shapes.items() if len(found) == len(_LENGTHS))
+def _token_dims(shapes: dict[Path, list[torch.Size]]) -> dict[Path, int]:
+    both = ((path, *found) for path, found in shapes.items() if len(found) == len(_LENGTHS))
+    return {path: dim for path, one, other in both if (dim := _differing(one, other)) is not None}
 
 
 def _differing(one: torch.Size, other: torch.Size) -> int | None:

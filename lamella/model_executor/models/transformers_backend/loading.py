@@ -1,9 +1,9 @@
 """A model that transformers runs, from its files to a `TransformersModel`; what cannot be run is refused before weights
 are read.
 
-The order: config, layers by the config, a copy of the model on the meta device that records two tokens' attention calls,
-their comparison; then the weights, and the same record and comparison on the model itself, where masks and sinks have
-values, and the test that tokens are mixed by attention alone.
+The order: config, layers by the config, a copy of the model on the meta device that records two tokens' attention
+calls, their comparison; then the weights, and the same record and comparison on the model itself, where masks and sinks
+have values, and the test that tokens are mixed by attention alone.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ _HEADS = ("language_model.lm_head.", "model.language_model.lm_head.")
 def load_model(source: ModelSource, model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     """A PreTrainedModel in evaluation mode on the CPU; random weights for a source of kind "dummy".
 
-    Raises ModelLoadError: files that cannot be read, and weights that are missing, of another shape, or without a place.
+    Raises ModelLoadError: files that cannot be read, and weights that are missing, of another shape, or without a
+    place.
     """
     if source.kind == "dummy":
         return model_class._from_config(config, dtype=dtype).eval()

@@ -30,7 +30,7 @@ class TransformersConfig:
 
 
 def read_text_config(folder: Path, gguf_file: str | None = None) -> Any:
-    """The PreTrainedConfig of the text model in `folder` (of a multimodal model: its decoder), or of the GGUF file there.
+    """The PreTrainedConfig of the text model in `folder` (of a multimodal model: its decoder), or of its GGUF file.
 
     Raises ModelLoadError: transformers does not know the model or refuses a field.
     """

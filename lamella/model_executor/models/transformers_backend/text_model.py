@@ -97,8 +97,8 @@ class TransformersModel:
         settings = read_call(module, query, key, value, keywords)
         if mask is not None or not _same(settings, recorded.settings):
             raise InvariantError(
-                f"layer {layer} ({recorded.module_name}) asks for {settings} in a step, and for {recorded.settings} when "
-                "it was loaded"
+                f"layer {layer} ({recorded.module_name}) asks for {settings} in a step, and for {recorded.settings} "
+                "when it was loaded"
             )
         is_own = recorded.owner is None
         place = step.place(layer, has_kv=is_own)
