@@ -1,7 +1,7 @@
 """Which code runs a model: a native family's layers, or transformers' own on lamella's attention.
 
-Either way a model is opened in two parts. Opening reads what the files say and refuses what cannot be run; loading reads
-weights. What is loaded plugs into the runner alike.
+Either way a model is opened in two parts. Opening reads what the files say and refuses what cannot be run; loading
+reads weights. What is loaded plugs into the runner alike.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ class _TransformersBackendModel:
         if engine.quantization not in (None, "none"):
             raise ConfigError(
                 f"quantization={engine.quantization!r} is for native families, and transformers' code runs "
-                f"{self._checked.model_class.__name__} here; leave it out"
+                f"{self._checked.run_by.model_class.__name__} here; leave it out"
             )
         stored = kv_dtype or dtype
-        runnable, specs = load_checked(self._checked, dtype, device, itemsize_bytes=stored.itemsize)
+        runnable, specs, owners = load_checked(self._checked, dtype, device, itemsize_bytes=stored.itemsize)
         backend = choose_backend(
             engine.attention_backend, device, specs=specs, dtype=stored, page_tokens=engine.page_size
         )
@@ -133,7 +133,7 @@ class _TransformersBackendModel:
             runnable=runnable,
             backend=backend,
             attention_specs=specs,
-            kv_sharing=self._checked.owners,
+            kv_sharing=owners,
             prunes=runnable.prunes,
             is_capturable=False,
         )

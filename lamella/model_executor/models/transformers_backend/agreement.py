@@ -111,13 +111,9 @@ def _check_shape(said: DeclaredLayer, call: RecordedLayer) -> None:
 
 def _check_numbers(said: DeclaredLayer, call: RecordedLayer) -> None:
     config, module, settings = said.config, call.module, call.settings
-    stated: list[float | None] = [*_of(module, "scaling", "scale")]
     scalar, multiplier = _get(config, "query_pre_attn_scalar"), _get(config, "attention_multiplier")
-    if scalar and not stated:
-        stated.append(scalar**-0.5)
-    if multiplier and not stated:
-        stated.append(multiplier)
-    _agree("the scale", settings.scale, stated)
+    stated = [*([scalar**-0.5] if scalar else []), *([multiplier] if multiplier else [])]
+    _agree("the scale", settings.scale, stated or _of(module, "scaling", "scale"))
     softcap = _get(config, "attn_logit_softcapping")
     if (softcap or None) != settings.softcap:
         raise _disagreement("the soft-cap of scores (attn_logit_softcapping)", softcap, settings.softcap)

@@ -46,9 +46,16 @@ class CallSettings:
 
 
 def read_call(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keywords: Mapping[str, Any]
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keywords: Mapping[str, Any],
+    *,
+    has_own_kv: bool = True,
 ) -> CallSettings:
-    """What the call says; query [1, num_heads, T, k_dim], key and value [1, num_kv_heads, T, dim].
+    """What the call says; query [1, num_heads, T, k_dim], key and value [1, num_kv_heads, T, dim]. has_own_kv: False
+    for a layer that reads another's, which may have been made of more tokens.
 
     Raises UnsupportedCallError for a keyword that is not known, a value that it cannot have, attention that is not
     causal, and tensors of other shapes.
@@ -61,7 +68,7 @@ def read_call(
         raise UnsupportedCallError("its attention is not causal: tokens see later ones, which a KV cache cannot give")
     if keywords.get("dropout") not in (None, 0, 0.0):
         raise UnsupportedCallError(f"its attention has dropout={keywords['dropout']!r}, which belongs to training")
-    _check_shapes(query, key, value)
+    _check_shapes(query, key, value, has_own_kv)
     scale = keywords.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else finite_float(scale)
     if scale is None:
@@ -71,11 +78,11 @@ def read_call(
     )
 
 
-def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, has_own_kv: bool) -> None:
     shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
     if any(len(shape) != 4 or shape[0] != 1 for shape in shapes) or shapes[1][:3] != shapes[2][:3]:
         raise UnsupportedCallError(f"its attention gets tensors of shapes {shapes}; [1, heads, tokens, dim] is built")
-    if shapes[1][2] != shapes[0][2]:
+    if has_own_kv and shapes[1][2] != shapes[0][2]:
         raise UnsupportedCallError(
             f"its attention gets {shapes[1][2]} keys for {shapes[0][2]} tokens: it keeps keys beside those of tokens, "
             "which is not built"

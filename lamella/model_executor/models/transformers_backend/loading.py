@@ -26,9 +26,9 @@ from lamella.model_executor.models.transformers_backend.gguf_weights import refu
 from lamella.model_executor.models.transformers_backend.model_weights import load_model
 from lamella.model_executor.models.transformers_backend.recorder import RecordedLayer, record_layers
 from lamella.model_executor.models.transformers_backend.text_config import (
+    RunBy,
     TransformersConfig,
-    causal_lm_class,
-    read_text_config,
+    read_config,
     served_config,
 )
 from lamella.model_executor.models.transformers_backend.text_model import TransformersModel
@@ -41,15 +41,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """A model that is known to run, without weights. specs: of KV in float32; owners: layer -> whose KV it reads."""
+    """A model that is known to run, as far as can be told without weights."""
 
     source: ModelSource
     config: TransformersConfig
-    text_config: Any
-    model_class: Any
+    run_by: RunBy
     declared: Sequence[DeclaredLayer]
-    specs: Sequence[KVCacheSpec]
-    owners: Mapping[int, int]
 
 
 def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> CheckedModel:
@@ -59,66 +56,75 @@ def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> C
     """
     gguf = source.gguf_path
     place = gguf or source.folder / "config.json"
-    text_config = read_text_config(source.folder, None if gguf is None else gguf.name)
+    run_by = read_config(source.folder, None if gguf is None else gguf.name)
+    text_config, name = run_by.text_config, run_by.model_class.__name__
     if gguf is not None:
         refuse_unread_metadata(read_gguf_header(gguf), text_config)
-    model_class = causal_lm_class(text_config, place)
     try:
         declared = declared_layers(text_config)
-        recorded = _record_without_weights(model_class, text_config)
-        specs, owners = agreed_specs(text_config, declared, recorded, itemsize_bytes=torch.float32.itemsize)
+        recorded = _record_without_weights(run_by)
+        if recorded is not None:
+            agreed_specs(text_config, declared, recorded, itemsize_bytes=torch.float32.itemsize)
     except ModelLoadError as error:
-        raise ModelLoadError(f"{place}: {model_class.__name__} is not run by transformers' backend: {error}") from error
+        raise ModelLoadError(f"{place}: {name} is not run by transformers' backend: {error}") from error
     config = served_config(text_config, place, end_token_ids)
-    return CheckedModel(source, config, text_config, model_class, declared, specs, owners)
+    return CheckedModel(source, config, run_by, declared)
 
 
 def load_checked(
     checked: CheckedModel, dtype: torch.dtype, device: torch.device, *, itemsize_bytes: int
-) -> tuple[TransformersModel, list[KVCacheSpec]]:
-    """The model with its weights, and its layers' specs for KV of `itemsize_bytes`.
+) -> tuple[TransformersModel, list[KVCacheSpec], Mapping[int, int]]:
+    """The model with its weights, its layers' specs for KV of `itemsize_bytes`, and layer -> the layer whose KV it
+    reads.
 
     Raises ModelLoadError: weights that do not fit, and what shows only where there are numbers.
     """
-    model = load_model(checked.source, checked.model_class, _for_recording(checked.text_config), dtype).to(device)
+    run_by, name = checked.run_by, checked.run_by.model_class.__name__
+    model = load_model(checked.source, run_by, _for_recording(run_by), dtype).to(device)
     if dtype == torch.float32 != getattr(torch, checked.config.dtype):
         logger.info("%s: stored in %s, computed in float32", checked.source.name, checked.config.dtype)
     try:
         recorded = record_layers(model, device)
-        specs, _ = agreed_specs(checked.text_config, checked.declared, recorded, itemsize_bytes=itemsize_bytes)
+        specs, owners = agreed_specs(run_by.text_config, checked.declared, recorded, itemsize_bytes=itemsize_bytes)
         refuse_mixing(model, checked.config.vocab_size, device)
     except ModelLoadError as error:
-        raise ModelLoadError(
-            f"{checked.source.name}: {checked.model_class.__name__} is not run by transformers' backend: {error}"
-        ) from error
+        raise ModelLoadError(f"{checked.source.name}: {name} is not run by transformers' backend: {error}") from error
     runnable = TransformersModel(model, recorded)
     logger.info(
         "%s runs by transformers' %s on lamella's attention%s",
         checked.source.name,
-        checked.model_class.__name__,
+        name,
         "" if runnable.prunes else "; its layers compute every token of a step",
     )
-    return runnable, specs
+    return runnable, specs, owners
 
 
-def _for_recording(text_config: Any) -> Any:
+def _for_recording(run_by: RunBy) -> Any:
     register()
-    config = copy.deepcopy(text_config)
+    config = copy.deepcopy(run_by.config)
     config._attn_implementation = RECORDED_ATTENTION
     return config
 
 
-def _record_without_weights(model_class: Any, text_config: Any) -> list[RecordedLayer]:
-    config = _for_recording(text_config)
+def _record_without_weights(run_by: RunBy) -> list[RecordedLayer] | None:
+    """None: what the model does depends on numbers, so that it can be recorded only with its weights."""
+    config = _for_recording(run_by)
     # One product per token: what other ways to run experts do depends on numbers, and there are none.
     config._experts_implementation = "batched_mm"
     device = torch.device("meta")
     try:
         with device:
-            model = model_class._from_config(config).eval()
+            model = run_by.model_class._from_config(config).eval()
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (RECORDED_ATTENTION,):
             raise UnsupportedCallError("its attention does not go through transformers' attention interface") from error
+        if device.type in str(error) and isinstance(error, (NotImplementedError, RuntimeError)):
+            return None
         text = " ".join(str(error).split())
         raise ModelLoadError(f"transformers cannot build it: {type(error).__name__}: {text}") from error
-    return record_layers(model, device)
+    try:
+        return record_layers(model, device)
+    except ModelLoadError as error:
+        if isinstance(error.__cause__, (NotImplementedError, RuntimeError)) and "meta" in str(error.__cause__):
+            return None
+        raise

@@ -16,28 +16,32 @@ from safetensors import SafetensorError, safe_open
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.transformers_backend.gguf_weights import gguf_state_dict
+from lamella.model_executor.models.transformers_backend.text_config import RunBy
 from lamella.model_executor.weights.model_source import ModelSource
 from lamella.model_executor.weights.safetensors_files import read_safetensors_header
 
 logger = logging.getLogger(__name__)
 
 # What a multimodal checkpoint writes before the names of its text model.
+_HEADS = ("model.language_model.lm_head.", "language_model.lm_head.")
 _WRAPPERS = ("model.language_model.model.", "model.language_model.", "language_model.model.", "model.text_model.")
-_HEADS = ("language_model.lm_head.", "model.language_model.lm_head.")
 
 
-def load_model(source: ModelSource, model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+def load_model(source: ModelSource, run_by: RunBy, config: Any, dtype: torch.dtype) -> Any:
     """A PreTrainedModel in evaluation mode on the CPU; random weights for a source of kind "dummy".
 
     Raises ModelLoadError: files that cannot be read, and weights that are missing, of another shape, or without a
     place.
     """
+    model_class = run_by.model_class
     if source.kind == "dummy":
         return model_class._from_config(config, dtype=dtype).eval()
     if source.gguf_path is not None:
         tensors: Mapping[str, Any] = gguf_state_dict(source.gguf_path, model_class, config)
     else:
-        tensors = _text_tensors(source)
+        tensors = _stored_tensors(source)
+        if run_by.is_text_alone:
+            tensors = _text_tensors(tensors)
     try:
         model, info = model_class.from_pretrained(
             None,
@@ -68,22 +72,26 @@ def load_model(source: ModelSource, model_class: Any, config: Any, dtype: torch.
     return model
 
 
-def _text_tensors(source: ModelSource) -> dict[str, Any]:
-    """Name -> tensor, read when it is asked for; of a multimodal checkpoint those of the text model, by its names."""
+def _stored_tensors(source: ModelSource) -> dict[str, Any]:
+    """Name -> tensor, read when it is asked for."""
     stored: dict[str, Any] = {}
     for path in source.paths:
-        read_safetensors_header(path)  # says what is wrong with a file in words of its own
+        header = read_safetensors_header(path)  # says what is wrong with a file in words of its own
         try:
             file = safe_open(path, framework="pt")
-            for name in file.keys():  # noqa: SIM118
-                stored[name] = file.get_slice(name) if file.get_slice(name).get_shape() else file.get_tensor(name)
+            stored |= {name: file.get_slice(name) if header[name].shape else file.get_tensor(name) for name in header}
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path}: safetensors cannot open it: {error}") from error
+    return stored
+
+
+def _text_tensors(stored: dict[str, Any]) -> dict[str, Any]:
+    """Those of a multimodal checkpoint's text model, by the text model's own names; all of another checkpoint."""
     if not any(name.startswith(_WRAPPERS) for name in stored):
         return stored
     text, left_out = {}, Counter[str]()
     for name, tensor in stored.items():
-        wrapper = next((each for each in (*_WRAPPERS, *_HEADS) if name.startswith(each)), None)
+        wrapper = next((each for each in (*_HEADS, *_WRAPPERS) if name.startswith(each)), None)
         if wrapper is not None:
             text[("lm_head." if wrapper in _HEADS else "model.") + name.removeprefix(wrapper)] = tensor
         elif name.startswith("lm_head."):

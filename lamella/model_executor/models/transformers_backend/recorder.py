@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -97,14 +98,24 @@ def record_layers(model: torch.nn.Module, device: torch.device) -> list[Recorded
     return recorder.layers
 
 
+def takes_logits_to_keep(model: torch.nn.Module) -> bool:
+    """Whether the model can be told for which tokens its head is to be computed."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
 @torch.no_grad()
-def run_tokens(model: torch.nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
-    """Logits [T, vocab_size] of `token_ids` (int64 [T]), one prompt."""
+def run_tokens(model: torch.nn.Module, token_ids: torch.Tensor, *, num_left: int | None = None) -> torch.Tensor:
+    """Logits [S, vocab_size] of `token_ids` (int64 [T]), one prompt. num_left: S, where layers leave tokens out; None:
+    T."""
     positions = torch.arange(len(token_ids), device=token_ids.device)
     # An all-ones mask keeps transformers from looking for several prompts in the positions.
     mask = torch.ones(1, len(token_ids), dtype=torch.int64, device=token_ids.device)
+    # Given as a tensor, for some models take a number as leave to leave tokens out in the layers as well.
+    kept = {"logits_to_keep": positions[:num_left]} if takes_logits_to_keep(model) else {}
     try:
-        output = model(input_ids=token_ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False)
+        output = model(
+            input_ids=token_ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False, **kept
+        )
     except ModelLoadError:
         raise
     except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,31 @@ class TransformersConfig:
     dtype: str = "float32"
 
 
-def read_text_config(folder: Path, gguf_file: str | None = None) -> Any:
-    """The PreTrainedConfig of the text model in `folder` (of a multimodal model: its decoder), or of its GGUF file.
+@dataclass(frozen=True, slots=True)
+class RunBy:
+    """What runs a model. config: the PreTrainedConfig that `model_class` is built from; text_config: the part of it
+    that describes the decoder, and the same object where the decoder alone is built."""
 
-    Raises ModelLoadError: transformers does not know the model or refuses a field.
+    model_class: Any
+    config: Any
+    text_config: Any
+
+    @property
+    def is_text_alone(self) -> bool:
+        return self.config is self.text_config
+
+
+def read_config(folder: Path, gguf_file: str | None = None) -> RunBy:
+    """The config of the model in `folder`, or of its GGUF file, as transformers reads it. Of a multimodal model the
+    decoder alone, where transformers has a class for it.
+
+    Raises ModelLoadError: transformers does not know the model, refuses a field, or has no class that generates text.
     """
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
 
     place = folder / (gguf_file or "config.json")
     try:
@@ -43,20 +61,12 @@ def read_text_config(folder: Path, gguf_file: str | None = None) -> Any:
         text: Any = config.get_text_config(decoder=True)
     except Exception as error:
         raise ModelLoadError(f"{place}: transformers cannot read it: {_text(error)}") from error
-    return copy.deepcopy(text)
-
-
-def causal_lm_class(config: Any, place: object) -> Any:
-    """The installed class that runs `config`; ModelLoadError where transformers has none."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    try:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError as error:
-        raise ModelLoadError(
-            f"{place}: transformers has no causal language model of model_type {shown(config.model_type)}; models that "
-            "generate text from tokens are run"
-        ) from error
+    for classes, described in ((MODEL_FOR_CAUSAL_LM_MAPPING, text), (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config)):
+        if type(described) in classes:
+            return RunBy(classes[type(described)], described, text)
+    raise ModelLoadError(
+        f"{place}: transformers has no class of model_type {shown(config.model_type)} that generates text from tokens"
+    )
 
 
 def served_config(config: Any, place: object, end_token_ids: tuple[int, ...] | None) -> TransformersConfig:
@@ -69,9 +79,8 @@ def served_config(config: Any, place: object, end_token_ids: tuple[int, ...] | N
     for name, value in (("vocab_size", config.vocab_size), ("max_position_embeddings", length)):
         if not is_integer(value) or value < 1:
             raise ModelLoadError(f"{place}: {name}={shown(value)}: must be a positive number")
-    for token_id in end_ids:
-        if not is_integer(token_id) or not 0 <= token_id < config.vocab_size:
-            raise ModelLoadError(f"{place}: eos_token_id={shown(token_id)}: must be below {config.vocab_size}")
+    # Ids that no token has come from defaults of config classes; nothing can end with them.
+    end_ids = tuple(each for each in end_ids if is_integer(each) and 0 <= each < config.vocab_size)
     assert isinstance(length, int)
     dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     return TransformersConfig(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.models.transformers_backend.attention_call import CallSettings, read_call
 from lamella.model_executor.models.transformers_backend.attention_interface import ATTENTION, set_handler
 from lamella.model_executor.models.transformers_backend.layer_pruning import LayerPruning, decoder_layers
-from lamella.model_executor.models.transformers_backend.recorder import RecordedLayer
+from lamella.model_executor.models.transformers_backend.recorder import RecordedLayer, takes_logits_to_keep
 from lamella.model_executor.step_attention import StepAttention
 
 
@@ -32,7 +31,7 @@ class TransformersModel:
         self._layers = layers
         self._index = {layer.module: index for index, layer in enumerate(layers)}
         self._step: StepAttention | None = None
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._keeps_logits = takes_logits_to_keep(model)
         modules = decoder_layers(model, list(layers))
         self._pruning = LayerPruning(model, modules) if modules else None
         model.set_attn_implementation(ATTENTION)
@@ -58,8 +57,11 @@ class TransformersModel:
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
         """token_ids, positions: int64 [T]. Returns float32 logits [S, vocab_size] of the tokens that leave the last
         layer, which `logits` hands on."""
-        rows = step.rows_between(len(self._layers) - 1, len(self._layers))
-        kept = {"logits_to_keep": rows} if self._keeps_logits and rows is not None else {}
+        last = len(self._layers)
+        taken, rows = step.rows_between(0, last - 1), step.rows_between(last - 1, last)
+        if rows is None:  # a tensor all the same, for some models take a number as leave to leave out tokens themselves
+            rows = torch.arange(len(token_ids) if taken is None else len(taken), device=token_ids.device)
+        kept = {"logits_to_keep": rows} if self._keeps_logits else {}
         self._step = step
         if self._pruning is not None:
             self._pruning.begin(step, len(token_ids))
@@ -72,7 +74,7 @@ class TransformersModel:
             if self._pruning is not None:
                 self._pruning.end()
         logits: torch.Tensor = output.logits[0]
-        if rows is not None and not kept:
+        if not kept:
             logits = logits[rows]
         return logits.float()
 
@@ -94,13 +96,13 @@ class TransformersModel:
         if step is None or layer is None:
             raise InvariantError("a transformers model was run outside of a step; run it through its engine")
         recorded = self._layers[layer]
-        settings = read_call(module, query, key, value, keywords)
+        is_own = recorded.owner is None
+        settings = read_call(module, query, key, value, keywords, has_own_kv=is_own)
         if mask is not None or not _same(settings, recorded.settings):
             raise InvariantError(
                 f"layer {layer} ({recorded.module_name}) asks for {settings} in a step, and for {recorded.settings} "
                 "when it was loaded"
             )
-        is_own = recorded.owner is None
         place = step.place(layer, has_kv=is_own)
         out = attend(
             step.backend,
