@@ -26,7 +26,7 @@ NOT_BUILT = {
     "hybrid_mamba": "a recurrent state beside K and V",
     "compressed_sparse_attention": "compressed keys beside a window",
     "heavily_compressed_attention": "compressed keys beside a window",
-    "sparse": "an indexer's keys, by which it chooses what it sees",
+    "indexed_attention": "an indexer's keys, by which it chooses what it sees",
     "moe": "no attention",
     "mlp": "no attention",
     "attention": "a kind that does not say how far it sees",

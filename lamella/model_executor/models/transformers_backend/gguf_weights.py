@@ -6,7 +6,7 @@ rotary embeddings among others. A file is refused where that would happen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.config_gguf import ARCHITECTURE_KEY
+from lamella.model_executor.models.registry import is_known_gguf, parse_gguf_config
+from lamella.model_executor.models.transformers_backend.recorder import RecordedLayer
 from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header
 
 # Metadata that transformers passes over -> the config's attribute that must say the same.
@@ -74,4 +76,37 @@ def refuse_unread_metadata(header: GgufHeader, config: Any) -> None:
     if unread:
         raise ModelLoadError(
             f"{header.path}: transformers passes over {', '.join(unread[:5])}, and the model may be another without it"
+        )
+
+
+def refuse_other_reading(header: GgufHeader, config: Any, recorded: Sequence[RecordedLayer]) -> None:
+    """Raises ModelLoadError where a native family reads another model from the file than transformers does: its mapping
+    leaves to defaults what such files say, or leave to their reader."""
+    if not is_known_gguf(header):
+        return
+    native = parse_gguf_config(header)
+    _require("the number of layers", native.num_layers, len(recorded))
+    _require("rms_norm_eps", native.rms_norm_eps, getattr(config, "rms_norm_eps", None))
+    _require("the cap of logits", native.final_logit_softcap, getattr(config, "final_logit_softcapping", None))
+    for index, (layer, call) in enumerate(zip(native.layers, recorded, strict=True)):
+        attention, settings = layer.attention, call.settings
+        _require(f"layer {index}'s KV heads", attention.num_kv_heads, call.num_kv_heads)
+        _require(f"layer {index}'s size of K", attention.k_dim, call.k_dim)
+        _require(f"layer {index}'s scale", attention.scale, settings.scale)
+        _require(f"layer {index}'s soft-cap", attention.softcap, settings.softcap)
+        _require(f"layer {index}'s window", attention.window_tokens, settings.window_tokens)
+        rope = getattr(config, "rope_parameters", None) or {}
+        rope = rope.get(attention.kind, rope)
+        if attention.rotary is not None:
+            _require(f"layer {index}'s rope_theta", attention.rotary.theta, rope.get("rope_theta"))
+
+
+def _require(what: str, by_file: float | None, by_transformers: float | None) -> None:
+    is_same = by_file == by_transformers
+    if by_file is not None and by_transformers is not None:
+        is_same = abs(by_file - by_transformers) <= 1e-6 * abs(by_file)
+    if not is_same:
+        raise ModelLoadError(
+            f"{what} {by_file} by the file, {by_transformers} by transformers' reading of it; the native layers, "
+            'model_impl="native", read it'
         )

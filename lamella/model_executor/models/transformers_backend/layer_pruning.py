@@ -53,7 +53,7 @@ class LayerPruning:
                 return None
             if self._rows is None or index == 0:
                 return None
-            rows_of_all, rows_of_last = self._rows(0, index), self._rows(index - 1, index)
+            rows_of_all, rows_of_last = _some(self._rows(0, index)), _some(self._rows(index - 1, index))
             num_all, num_last = self._num_tokens[0], self._num_tokens[-1]
             self._num_tokens.append(num_last if rows_of_last is None else len(rows_of_last))
             if rows_of_all is None:
@@ -107,6 +107,12 @@ def decoder_layers(model: torch.nn.Module, recorded: list[RecordedLayer]) -> lis
             return []
         modules.append(model.get_submodule(".".join(parts[: place + 1])))
     return modules
+
+
+def _some(rows: torch.Tensor | None) -> torch.Tensor | None:
+    """`rows`, or the first one where there are none: transformers' layers cannot run without tokens. Attention leaves
+    that one alone."""
+    return rows.new_zeros(1) if rows is not None and not len(rows) else rows
 
 
 def _token_dims(shapes: dict[Path, list[torch.Size]]) -> dict[Path, int]:

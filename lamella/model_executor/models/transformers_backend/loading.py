@@ -22,7 +22,7 @@ from lamella.model_executor.models.transformers_backend.agreement import agreed_
 from lamella.model_executor.models.transformers_backend.attention_call import UnsupportedCallError
 from lamella.model_executor.models.transformers_backend.attention_interface import RECORDED_ATTENTION, register
 from lamella.model_executor.models.transformers_backend.declared_layers import DeclaredLayer, declared_layers
-from lamella.model_executor.models.transformers_backend.gguf_weights import refuse_unread_metadata
+from lamella.model_executor.models.transformers_backend.gguf_weights import refuse_other_reading, refuse_unread_metadata
 from lamella.model_executor.models.transformers_backend.model_weights import load_model
 from lamella.model_executor.models.transformers_backend.recorder import RecordedLayer, record_layers
 from lamella.model_executor.models.transformers_backend.text_config import (
@@ -58,13 +58,16 @@ def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> C
     place = gguf or source.folder / "config.json"
     run_by = read_config(source.folder, None if gguf is None else gguf.name)
     text_config, name = run_by.text_config, run_by.model_class.__name__
-    if gguf is not None:
-        refuse_unread_metadata(read_gguf_header(gguf), text_config)
+    header = None if gguf is None else read_gguf_header(gguf)
+    if header is not None:
+        refuse_unread_metadata(header, text_config)
     try:
         declared = declared_layers(text_config)
         recorded = _record_without_weights(run_by)
         if recorded is not None:
             agreed_specs(text_config, declared, recorded, itemsize_bytes=torch.float32.itemsize)
+            if header is not None:
+                refuse_other_reading(header, text_config, recorded)
     except ModelLoadError as error:
         raise ModelLoadError(f"{place}: {name} is not run by transformers' backend: {error}") from error
     config = served_config(text_config, place, end_token_ids)

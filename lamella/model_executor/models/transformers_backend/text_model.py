@@ -31,6 +31,7 @@ class TransformersModel:
         self._layers = layers
         self._index = {layer.module: index for index, layer in enumerate(layers)}
         self._step: StepAttention | None = None
+        self._vocab_size: int = model.config.get_text_config().vocab_size
         self._keeps_logits = takes_logits_to_keep(model)
         modules = decoder_layers(model, list(layers))
         self._pruning = LayerPruning(model, modules) if modules else None
@@ -57,6 +58,8 @@ class TransformersModel:
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
         """token_ids, positions: int64 [T]. Returns float32 logits [S, vocab_size] of the tokens that leave the last
         layer, which `logits` hands on."""
+        if not len(token_ids):
+            return torch.zeros(0, self._vocab_size, device=token_ids.device)
         last = len(self._layers)
         taken, rows = step.rows_between(0, last - 1), step.rows_between(last - 1, last)
         if rows is None:  # a tensor all the same, for some models take a number as leave to leave out tokens themselves
@@ -103,6 +106,9 @@ class TransformersModel:
                 f"layer {layer} ({recorded.module_name}) asks for {settings} in a step, and for {recorded.settings} "
                 "when it was loaded"
             )
+        metadata = step.taken(layer)
+        if not metadata.num_tokens:  # the one token is there because no layer runs without any
+            return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
         place = step.place(layer, has_kv=is_own)
         out = attend(
             step.backend,
@@ -111,7 +117,7 @@ class TransformersModel:
             _token_major(query),
             _token_major(key) if is_own else None,
             _token_major(value) if is_own else None,
-            step.taken(layer),
+            metadata,
         )
         return out[None]
 
