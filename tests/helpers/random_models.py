@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lamella.model_executor.models.transformers_backend.attention_interface import RECORDED_ATTENTION, register
 from tests.helpers.tiny_gemma import VOCAB_SIZE, save_tiny_tokenizer
 
 WINDOW = 8
@@ -155,6 +157,17 @@ def random_config(model_type: str, **changes: Any) -> Any:
         own = {**own, "text_config": {**own["text_config"], **changes}}
         return CONFIG_MAPPING[model_type](**own)
     return CONFIG_MAPPING[model_type](**{**_SIZES, **own, **changes})
+
+
+def recorded_model(model_type: str, device: str = "cpu", **changes: Any) -> tuple[Any, Any]:
+    """A random model on the attention that recorders listen to, and a config like its own."""
+    from transformers import AutoModelForCausalLM
+
+    register()
+    config = random_config(model_type, **changes)
+    arguments = {"attn_implementation": RECORDED_ATTENTION, "experts_implementation": "batched_mm"}
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **arguments).eval(), config
 
 
 def save_random_model(path: Path, model_type: str, *, seed: int = 0, dtype: str = "float32", **changes: Any) -> Any:

@@ -1,28 +1,14 @@
 """The config and the attention calls are compared at load; where they differ, the model is not run."""
 
-import copy
-
 import pytest
 import torch
 
 from lamella.errors import ModelLoadError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from lamella.model_executor.models.transformers_backend.agreement import agreed_specs
-from lamella.model_executor.models.transformers_backend.attention_interface import RECORDED_ATTENTION, register
 from lamella.model_executor.models.transformers_backend.declared_layers import declared_layers
 from lamella.model_executor.models.transformers_backend.recorder import record_layers
-from tests.helpers.random_models import WINDOW, random_config
-
-
-def build(model_type, device="cpu", **changes):
-    """A random model on the recorded attention, and its config."""
-    from transformers import AutoModelForCausalLM
-
-    register()
-    config = random_config(model_type, **changes)
-    arguments = {"attn_implementation": RECORDED_ATTENTION, "experts_implementation": "batched_mm"}
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **arguments).eval(), config
+from tests.helpers.random_models import WINDOW, random_config, recorded_model
 
 
 def specs_of(model, config, device="cpu"):
@@ -36,7 +22,7 @@ def attention_of(model, layer):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_specs_are_what_config_and_calls_say(device):
-    specs, owners = specs_of(*build("mimo_v2_flash", device), device)
+    specs, owners = specs_of(*recorded_model("mimo_v2_flash", device), device)
     sliding = SlidingWindowSpec(window_tokens=WINDOW, num_kv_heads=4, k_dim=16, v_dim=8, itemsize_bytes=4)
     full = FullAttentionSpec(num_kv_heads=2, k_dim=16, v_dim=8, itemsize_bytes=4)
     assert specs == [full if layer in (0, 5, 11) else sliding for layer in range(12)]
@@ -44,13 +30,13 @@ def test_specs_are_what_config_and_calls_say(device):
 
 
 def test_chunks_are_windows():
-    specs, _ = specs_of(*build("llama4_text"))
+    specs, _ = specs_of(*recorded_model("llama4_text"))
     assert [isinstance(spec, ChunkedLocalAttentionSpec) for spec in specs] == [True, True, True, False] * 2
     assert specs[0].reach_tokens == WINDOW
 
 
 def test_layers_that_share_kv_are_found_by_what_they_are_given():
-    _, owners = specs_of(*build("gemma3n_text"))
+    _, owners = specs_of(*recorded_model("gemma3n_text"))
     assert owners == {6: 5, 7: 5, 8: 5, 9: 4}
 
 
@@ -68,7 +54,7 @@ def test_layers_that_share_kv_are_found_by_what_they_are_given():
     ],
 )
 def test_a_call_that_says_otherwise_is_an_error(model_type, layer, attribute, value, message, device):
-    model, config = build(model_type, device)
+    model, config = recorded_model(model_type, device)
     attention = attention_of(model, layer)
     if attribute == "sinks":  # the module has them, and the call leaves them out
         attention.register_parameter("other_sinks", attention.sinks)
@@ -93,7 +79,7 @@ def test_a_call_that_says_otherwise_is_an_error(model_type, layer, attribute, va
     ],
 )
 def test_a_config_that_says_otherwise_is_an_error(model_type, field, value, message):
-    model, config = build(model_type)
+    model, config = recorded_model(model_type)
     setattr(config, field, value)
     for layer in model.model.layers:  # where the code has a word of its own, it is left out
         layer.self_attn.num_key_value_groups = None
@@ -103,14 +89,14 @@ def test_a_config_that_says_otherwise_is_an_error(model_type, field, value, mess
 
 def test_a_mask_of_another_shape_is_an_error():
     """No window in the call, so the mask alone says how far the layers see."""
-    model, config = build("llama4_text")
+    model, config = recorded_model("llama4_text")
     config.attention_chunk_size = WINDOW + 1
     with pytest.raises(ModelLoadError, match="which tokens it sees"):
         specs_of(model, config)
 
 
 def test_layers_without_attention_are_an_error():
-    model, config = build("llama")
+    model, config = recorded_model("llama")
     config.num_hidden_layers = 5
     config.layer_types = ["full_attention"] * 5
     with pytest.raises(ModelLoadError, match="5 layers, but 4 of its parts call attention"):

@@ -61,7 +61,7 @@ def test_model_impl_is_one_of_three(value):
     if value is None:  # vLLM's way to leave it out
         assert EngineConfig("x", model_impl=value).model_impl == "auto"
         return
-    with pytest.raises(ConfigError, match="model_impl=.* choose one of auto, native, transformers"):
+    with pytest.raises(ConfigError, match=r"model_impl=.* choose one of auto, native, transformers"):
         EngineConfig("x", model_impl=value)
 
 

@@ -116,8 +116,8 @@ def _some(rows: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _token_dims(shapes: dict[Path, list[torch.Size]]) -> dict[Path, int]:
-    both = ((path, *found) for path, found in shapes.items() if len(found) == len(_LENGTHS))
-    return {path: dim for path, one, other in both if (dim := _differing(one, other)) is not None}
+    both = ((path, found) for path, found in shapes.items() if len(found) == len(_LENGTHS))
+    return {path: dim for path, found in both if (dim := _differing(found[0], found[1])) is not None}
 
 
 def _differing(one: torch.Size, other: torch.Size) -> int | None:
