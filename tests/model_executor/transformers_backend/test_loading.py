@@ -25,7 +25,7 @@ def tokens_of(folder, **arguments):
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(str(folder), **KV, **arguments) as llm:
         (output,) = llm.generate([PROMPT], params, use_tqdm=False)
-        return type(llm.engine._loaded.runner.model).__name__, list(output.outputs[0].token_ids)
+        return type(llm.engine.inspect().runner.model).__name__, list(output.outputs[0].token_ids)
 
 
 def greedy(model, num_tokens=8):
