@@ -332,8 +332,9 @@ class BlockManager:
             return
         has_events = num_computed // self._page_tokens > self._rows.num_filled[rows]
         has_events |= ends_prompt
-        events = rows[has_events], num_computed[has_events], ends_prompt[has_events]
-        for row, position, ends in zip(*(event.tolist() for event in events), strict=True):
+        events = has_events.nonzero()[0]
+        columns = rows[events].tolist(), num_computed[events].tolist(), ends_prompt[events].tolist()
+        for row, position, ends in zip(*columns, strict=True):
             self._commits.commit(row, token_ids[row], position, ends_prompt=ends)
 
     def fail_steps(self) -> bool:

@@ -28,7 +28,7 @@ request will run last.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -232,7 +232,10 @@ class PrefixTree:
     def _new_row(self) -> int:
         if self._free_nodes:
             return self._free_nodes.pop()
-        return self._new_rows(1)[0]
+        if self._num_rows == len(self.parent):
+            self._grow_rows()
+        self._num_rows += 1
+        return self._num_rows - 1
 
     def _new_rows(self, count: int) -> list[int]:
         rows = self._free_nodes[-count:]
@@ -263,9 +266,10 @@ class PrefixTree:
 
     def end_pending(self) -> None:
         """What the step was to compute is there, or its nodes are gone."""
-        nodes = self.pending
-        self.pending = set()
-        self._index.note_sources(nodes)
+        if self.pending:
+            nodes = self.pending
+            self.pending = set()
+            self._index.note_sources(nodes)
 
     # References
 
@@ -298,21 +302,24 @@ class PrefixTree:
     def unpin(self, node: int) -> None:
         self._pins_at[node] -= 1
         assert self._pins_at[node] >= 0, "unpin without pin"
-        self.prune(node)
+        if not self._num_children_at[node]:
+            self.prune(node)
 
-    def want_for_end(self, group: int, node: int) -> None:
-        """The end of a running request will want the node's windowed page of `group`, if that is there then."""
-        self._ends_at[group][node] += 1
-        if (group, node) in self.spare:
-            del self.spare[group, node]
-            self.for_ends[group, node] = None
-
-    def unwant_for_end(self, group: int, node: int) -> None:
-        """It will not, or that was the end."""
-        self._ends_at[group][node] -= 1
-        if not self._ends_at[group][node] and (group, node) in self.for_ends:
-            del self.for_ends[group, node]
-            self._release_window_page(group, node)
+    def want_for_end(self, group: int, wanted: Iterable[int], unwanted: Iterable[int] = ()) -> None:
+        """The end of a running request will want the windowed pages of `group` that the nodes `wanted` still have then,
+        and those of `unwanted` no more: they were wanted, and it will not, or that was the end."""
+        ends, refs = self._ends_at[group], self.refs_at[group]
+        for node in wanted:
+            ends[node] += 1
+            if not refs[node] and (group, node) in self.spare:
+                del self.spare[group, node]
+                self.for_ends[group, node] = None
+        for node in unwanted:
+            left = ends[node] - 1
+            ends[node] = left
+            if not left and (group, node) in self.for_ends:
+                del self.for_ends[group, node]
+                self._spare_window_page(group, node)
 
     def _note_kept(self, page: Page) -> None:
         self.spare.pop(page, None)
@@ -325,10 +332,15 @@ class PrefixTree:
                 return
             if self._ends_at[group][node]:
                 self.for_ends[group, node] = None
-            elif self.keep_spare and node not in self.pending:
-                self.spare[group, node] = None
             else:
-                self._drop_window_page(group, node)
+                self._spare_window_page(group, node)
+
+    def _spare_window_page(self, group: int, node: int) -> None:
+        """A windowed page that nothing keeps and no end wants is spare, or free."""
+        if self.keep_spare and node not in self.pending:
+            self.spare[group, node] = None
+        else:
+            self._drop_window_page(group, node)
 
     def _drop_window_page(self, group: int, node: int) -> None:
         page = self.page_at[group][node]

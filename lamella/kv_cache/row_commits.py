@@ -15,10 +15,12 @@ from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.row_tables import RowTables
 from lamella.kv_cache.spec import ceil_div
 
+_INT32 = np.dtype(np.int32)  # compares several times faster than np.int32
+
 
 def block_key(tokens: np.ndarray) -> bytes:
     """How the prefix tree knows a block."""
-    return tokens.tobytes() if tokens.dtype == np.int32 else tokens.astype(np.int32).tobytes()
+    return tokens.tobytes() if tokens.dtype == _INT32 else tokens.astype(_INT32).tobytes()
 
 
 # Fewer new blocks are entered one by one: arrays cost more than they save.
@@ -44,6 +46,7 @@ class RowCommits:
         first_step_page: int,
     ) -> None:
         self._page_tokens, self._retention, self._replay = page_tokens, retention, replay
+        self._keeps_block_ends = retention.keeps_block_ends
         self._rows, self._tree, self._supply = rows, tree, supply
         self._first_step_page = first_step_page
 
@@ -77,7 +80,7 @@ class RowCommits:
         elif complete > committed:
             self._commit_blocks(row, self._blocks_of(row, token_ids, num_computed))
         filled: Sequence[int] = range(rows.num_filled_at[row], complete)
-        if len(filled) > 2 and not self._retention.keeps_block_ends:  # then only these two can matter
+        if len(filled) > 2 and not self._keeps_block_ends:  # then only these two can matter
             ends = {rows.prompt_tail_at[row], rows.junction_at[row]}
             filled = sorted(end // page_tokens - 1 for end in ends if end // page_tokens - 1 in filled)
         for block in filled:
@@ -136,7 +139,9 @@ class RowCommits:
             self.add_resume_point(row, block + 1, since=start)
             if block:
                 self._tree.drop_resume_point(int(rows.nodes[row, block - 1]))
-        elif end == rows.junction_at[row] or self._retention.keeps_block_end(end, self._page_tokens):
+        elif end == rows.junction_at[row] or (
+            self._keeps_block_ends and self._retention.keeps_block_end(end, self._page_tokens)
+        ):
             self.add_resume_point(row, block + 1, since=end)
 
     def _blocks_of(self, row: int, token_ids: np.ndarray, num_tokens: int) -> list[bytes]:

@@ -25,17 +25,17 @@ class RowWindows:
         self._rows, self._tree, self._supply = rows, tree, supply
 
     def slide(self, row: int, position: int, end_position: int, *, at_once: bool) -> None:
-        """Let go what nothing needs that resumes at `position` or later, when an interval of it has gathered, or
-        `at_once`; of that, leave for the row's end what one needs that resumes at end_position."""
+        """Let go what no query from `position` on sees, when an interval of it has gathered, or `at_once`; of that,
+        leave for the row's end what a query at end_position sees."""
         rows, tree = self._rows, self._tree
         for group in tree.windowed_groups:
-            first = tree.specs[group].first_needed(position)
+            first = tree.specs[group].first_visible(position)
             kept = rows.first_kept_at[group][row]
             lag_tokens = first - kept * self._page_tokens
             if lag_tokens < self._page_tokens or not (at_once or lag_tokens >= self._interval_tokens):
                 continue
             new_first = first // self._page_tokens
-            self._leave_for_end(group, row, new_first, tree.specs[group].first_needed(end_position))
+            self._leave_for_end(group, row, new_first, tree.specs[group].first_visible(end_position))
             for block in range(kept, min(new_first, rows.num_blocks_at[row])):
                 self._supply.release_block(group, row, block)
             rows.first_kept_at[group][row] = new_first
@@ -69,8 +69,7 @@ class RowWindows:
         lowest_resume = max(0, last_whole - self._num_blocks_more * self._page_tokens)
         first = self._tree.specs[group].first_needed(lowest_resume) // self._page_tokens
         kept = self._rows.first_kept_at[group][row]
-        for block in range(first, kept):
-            self._tree.want_for_end(group, match.path[block])
+        self._tree.want_for_end(group, match.path[first:kept])
         self._rows.first_left_at[group][row] = min(first, kept)
 
     def leave_nothing(self, row: int) -> None:
@@ -78,23 +77,16 @@ class RowWindows:
         rows, nodes = self._rows, self._rows.nodes_at[row]
         for group in self._tree.windowed_groups:
             kept = rows.first_kept_at[group][row]
-            for block in range(rows.first_left_at[group][row], kept):
-                self._tree.unwant_for_end(group, nodes[block])
+            self._tree.want_for_end(group, (), nodes[rows.first_left_at[group][row] : kept])
             rows.first_left_at[group][row] = kept
 
     def _leave_for_end(self, group: int, row: int, new_first: int, end_first: int) -> None:
         """The row's blocks below `new_first` are about to slide: leave those that have tokens from `end_first` on for
         its end, and what was left before no more."""
-        rows, tree, nodes = self._rows, self._tree, self._rows.nodes_at[row]
-        kept, left, first = (
-            rows.first_kept_at[group][row],
-            rows.first_left_at[group][row],
-            end_first // self._page_tokens,
-        )
+        rows, nodes = self._rows, self._rows.nodes_at[row]
+        kept, left = rows.first_kept_at[group][row], rows.first_left_at[group][row]
+        first = min(end_first // self._page_tokens, new_first)
         if nodes[new_first - 1] == NO_NODE:  # it slides past what the tree does not have
             first = new_first
-        for block in range(max(first, kept), new_first):
-            tree.want_for_end(group, nodes[block])
-        for block in range(left, min(first, kept)):
-            tree.unwant_for_end(group, nodes[block])
-        rows.first_left_at[group][row] = max(left, min(first, new_first))
+        self._tree.want_for_end(group, nodes[max(first, kept) : new_first], nodes[left : min(first, kept)])
+        rows.first_left_at[group][row] = max(left, first)

@@ -82,7 +82,8 @@ class StepPlan:
             raise InvariantError(
                 f"num_sampled has shape {list(num_sampled.shape)}; {len(num_new)} requests take [{len(num_new)}]"
             )
-        if ((num_sampled < 0) | (num_sampled > num_new)).any():
+        # One comparison for both ends: a negative number is a huge one without a sign.
+        if np.count_nonzero(num_sampled.view(np.uint64) > num_new.view(np.uint64)):
             raise InvariantError(
                 f"num_sampled is {num_sampled.tolist()} for requests of {num_new.tolist()} new tokens; each must lie "
                 "between 0 and the request's"

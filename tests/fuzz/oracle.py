@@ -208,10 +208,19 @@ def _with_added_tokens(folder: Path) -> Iterator[Path]:
 
 
 def gguf_ids(path: Path) -> list[list[int]]:
-    """Ids of TEXTS by the tokenizer that transformers makes of a GGUF file."""
-    from transformers import AutoTokenizer
+    """Ids of TEXTS by the tokenizer that transformers makes of a GGUF file.
+
+    Of a token's types it knows control tokens alone. llama.cpp, whose format this is, cuts tokens out of a text that
+    are typed unknown as well.
+    """
+    from transformers import AddedToken, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    fields = GgufFile(path).tokenizer_fields()
+    typed = zip(fields[gguf.Keys.Tokenizer.LIST], fields.get(gguf.Keys.Tokenizer.TOKEN_TYPE, []), strict=False)
+    unknown = [token for token, kind in typed if kind == gguf.TokenType.UNKNOWN]
+    added = [AddedToken(token, special=True, normalized=False) for token in unknown]
+    tokenizer.add_tokens(added, special_tokens=True)
     return [list(tokenizer(text).input_ids) for text in TEXTS]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ class _SampledRows(NamedTuple):
     requests: list[Request]
     num_prompt_tokens: np.ndarray  # int64 [S]
     has_min_tokens: bool
-    sampling: SamplingBatch  # but for draw_index, banned_token_ids and penalties
+    sampling: Callable[..., SamplingBatch]  # takes draw_index, banned_token_ids and penalties
 
 
 _SETTINGS = {
@@ -80,6 +81,9 @@ class RequestRows:
         self.seeds = np.zeros(num_rows, dtype=np.uint64)
         self.min_tokens = np.zeros(num_rows, dtype=np.int64)
         self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
+        # The same memory one item at a time: plain ints, several times faster than items of an array.
+        self.num_tokens_at, self.num_computed_at = self.num_tokens.data, self.num_computed.data
+        self.num_prompt_tokens_at, self.due_at = self.num_prompt_tokens.data, self.due.data
         self.clear()
 
     def clear(self) -> None:
@@ -188,7 +192,7 @@ class RequestRows:
                 if prompt_ids is not None:
                     output_ids = self.tokens[row, request.num_prompt_tokens : self.num_tokens[row]]
                     penalties[index] = token_penalties(request.params, prompt_ids, output_ids)
-        return replace(sampled.sampling, draw_index=draw_index, banned_token_ids=banned, penalties=penalties)
+        return sampled.sampling(draw_index=draw_index, banned_token_ids=banned, penalties=penalties)
 
     def _of(self, rows: np.ndarray) -> _SampledRows:
         key = rows.tobytes()
@@ -198,15 +202,14 @@ class RequestRows:
                 requests=[self.request(row) for row in rows.tolist()],
                 num_prompt_tokens=self.num_prompt_tokens[rows],
                 has_min_tokens=bool(self.min_tokens[rows].any()),
-                sampling=SamplingBatch(
+                sampling=partial(
+                    SamplingBatch,
                     temperature=self.temperature[rows],
                     top_k=self.top_k[rows],
                     top_p=self.top_p[rows],
                     min_p=self.min_p[rows],
                     seeds=self.seeds[rows],
-                    draw_index=rows,
                     num_logprobs=self.num_logprobs[rows],
-                    banned_token_ids={},
                 ),
             )
         return self._sampled

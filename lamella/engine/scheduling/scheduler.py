@@ -68,6 +68,7 @@ class Scheduler:
     def _begin_empty(self) -> None:
         self.queue = WaitingQueue(self.manager, self._scheduling_policy)
         self.running: list[int] = []  # rows, oldest request first
+        self._running_array: np.ndarray | None = None  # `running` as int64; None after any came or went
         self._scheduled = np.zeros(0, dtype=np.int64)
         self._num_new = np.zeros(0, dtype=np.int64)
         self._admitted: set[int] = set()  # rows that the step in preparation admits
@@ -143,7 +144,7 @@ class Scheduler:
         if self._admitted and in_flight is not None:  # they came after `reached`
             reached = Reached.after(self.rows, in_flight)
         plan = build_step_plan(self.rows, self.manager, self._scheduled, self._num_new, reached)
-        sampled_rows = self._scheduled[plan.sample_requests]
+        sampled_rows = self._scheduled.repeat(plan.num_sampled)
         self._planned.append(PlannedStep(self._scheduled, self._num_new, sampled_rows, frozenset(self._admitted)))
         return plan
 
@@ -164,7 +165,7 @@ class Scheduler:
         ends_prompt = computed == rows.num_prompt_tokens[scheduled]
         manager.commit(scheduled, rows.tokens, computed, ends_prompt=ends_prompt)
         is_chunk = step.num_new > 1
-        if is_chunk.any():
+        if np.count_nonzero(is_chunk):
             rows_of_chunks, reached = scheduled[is_chunk], computed[is_chunk]
             num_tokens = rows.num_tokens[rows_of_chunks]
             ends = np.where(reached < num_tokens, num_tokens, 0)
@@ -244,14 +245,16 @@ class Scheduler:
         """Rows (int64, oldest first) that decode one token, with room for it; only those at a block boundary cost
         anything."""
         rows = self.rows
-        running = np.array(self.running, dtype=np.int64)
+        if self._running_array is None:
+            self._running_array = np.array(self.running, dtype=np.int64)
+        running = self._running_array
         computed = reached.num_computed[running]
         num_tokens = reached.num_tokens[running]
         decodes = num_tokens - computed == 1
         if self._planned:  # who gets the last token from the step in flight needs no more
             decodes &= num_tokens < rows.max_total_tokens[running]
         num_preemptions = self._num_preemptions
-        due = decodes & (computed >= rows.due[running])
+        due = (decodes & (computed >= rows.due[running])).nonzero()[0]
         for row, position in zip(running[due].tolist(), computed[due].tolist(), strict=True):
             if rows.requests[row] is None:
                 continue  # preempted for one before
@@ -260,11 +263,11 @@ class Scheduler:
                 position,
                 1,
                 is_prefill=False,
-                num_processed=int(rows.num_computed[row]),
+                num_processed=rows.num_computed_at[row],
                 prompt_tokens=self._prompt_tokens(row),
             )
             if has_room or self._grow_or_preempt(row, 1, reached, is_prefill=False):
-                rows.due[row] = self.manager.next_due(row)
+                rows.due_at[row] = self.manager.next_due(row)
         if self._num_preemptions > num_preemptions:
             decodes &= [rows.requests[row] is not None for row in running.tolist()]
         decoding: np.ndarray = running[decodes]
@@ -333,14 +336,15 @@ class Scheduler:
     def _prompt_tokens(self, row: int) -> int:
         """How long the row's prompt is, as long as the steps that are processed have not computed all of it; else 0.
         Its last token alone is computed like a decode. What a preempted request had generated is prompt, too."""
-        num_computed, num_tokens = int(self.rows.num_computed[row]), int(self.rows.num_tokens[row])
-        is_prompt = num_computed + 1 < num_tokens or num_computed < self.rows.num_prompt_tokens[row]
+        num_computed, num_tokens = self.rows.num_computed_at[row], self.rows.num_tokens_at[row]
+        is_prompt = num_computed + 1 < num_tokens or num_computed < self.rows.num_prompt_tokens_at[row]
         return num_tokens if is_prompt else 0
 
     def _preempt(self, row: int, *, keep: bool = True) -> Request:
         """Back to the head of the queue; what was computed stays cached (with `keep`) until evicted."""
         rows = self.rows
         self.manager.release(row, rows.tokens[row], int(rows.num_computed[row]), keep=keep)
+        self._running_array = None
         self.running.remove(row)
         request = rows.take(row)
         request.num_preemptions += 1
@@ -349,6 +353,7 @@ class Scheduler:
         return request
 
     def _leave_row(self, row: int) -> None:
+        self._running_array = None
         self.running.remove(row)
         if self._is_in_flight(row):
             self._leaving.append(row)
@@ -388,6 +393,7 @@ class Scheduler:
                 return
             self.rows.put(request, match.num_tokens)
             self.queue.start(request)
+            self._running_array = None
             self.running.append(row)
             self._admitted.add(row)
             self.rows.due[row] = self.manager.next_due(row)
