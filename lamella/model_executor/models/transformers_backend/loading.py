@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx.experimental import _config as meta_config
 
 from lamella.errors import ModelLoadError
 from lamella.kv_cache.spec import KVCacheSpec
@@ -74,6 +75,19 @@ def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> C
     return CheckedModel(source, config, run_by, declared)
 
 
+def recorded_specs(run_by: RunBy) -> tuple[Sequence[RecordedLayer], Mapping[int, int]]:
+    """The layers of a model without weights, and layer -> the layer whose KV it reads; for tables of models.
+
+    Raises ModelLoadError with the reason why it is not run.
+    """
+    declared = declared_layers(run_by.text_config)
+    recorded = _record_without_weights(run_by)
+    if recorded is None:
+        raise ModelLoadError("its forward pass depends on numbers, so it cannot be recorded without weights")
+    _, owners = agreed_specs(run_by.text_config, declared, recorded, itemsize_bytes=2)
+    return recorded, owners
+
+
 def load_checked(
     checked: CheckedModel, dtype: torch.dtype, device: torch.device, *, itemsize_bytes: int
 ) -> tuple[TransformersModel, list[KVCacheSpec], Mapping[int, int]]:
@@ -126,7 +140,9 @@ def _record_without_weights(run_by: RunBy) -> list[RecordedLayer] | None:
         text = " ".join(str(error).split())
         raise ModelLoadError(f"transformers cannot build it: {type(error).__name__}: {text}") from error
     try:
-        return record_layers(model, device)
+        # Where code asks which numbers are not zero: all of them, as there are none.
+        with meta_config.patch(meta_nonzero_assume_all_nonzero=True):
+            return record_layers(model, device)
     except ModelLoadError as error:
         if isinstance(error.__cause__, (NotImplementedError, RuntimeError)) and "meta" in str(error.__cause__):
             return None

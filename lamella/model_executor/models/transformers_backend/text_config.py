@@ -49,10 +49,6 @@ def read_config(folder: Path, gguf_file: str | None = None) -> RunBy:
     Raises ModelLoadError: transformers does not know the model, refuses a field, or has no class that generates text.
     """
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    )
 
     place = folder / (gguf_file or "config.json")
     try:
@@ -61,9 +57,22 @@ def read_config(folder: Path, gguf_file: str | None = None) -> RunBy:
         text: Any = config.get_text_config(decoder=True)
     except Exception as error:
         raise ModelLoadError(f"{place}: transformers cannot read it: {_text(error)}") from error
-    for classes, described in ((MODEL_FOR_CAUSAL_LM_MAPPING, text), (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config)):
+    return class_for(config, text, place)
+
+
+def class_for(config: Any, text_config: Any, place: object) -> RunBy:
+    """The installed class that runs a model, by the part of its config that describes the decoder where it can."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    for classes, described in (
+        (MODEL_FOR_CAUSAL_LM_MAPPING, text_config),
+        (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config),
+    ):
         if type(described) in classes:
-            return RunBy(classes[type(described)], described, text)
+            return RunBy(classes[type(described)], described, text_config)
     raise ModelLoadError(
         f"{place}: transformers has no class of model_type {shown(config.model_type)} that generates text from tokens"
     )
