@@ -99,9 +99,9 @@ def _generic_specs(config: ConfigJson, itemsize_bytes: int) -> LayerSpecs:
             "latent attention keeps compressed KV, which is not planned for; plan a model whose layers keep K and V "
             "per head",
         )
-    own = _OWN_READERS.get(_model_type(config))
-    if own is not None:
-        return own(config, itemsize_bytes)
+    reader = _OWN_READERS.get(_model_type(config))
+    if reader is not None:
+        return reader(config, itemsize_bytes)
     num_layers = config.integer("num_hidden_layers")
     kinds = _layer_kinds(config, num_layers)
     if _model_type(config) in _GEMMA_4:

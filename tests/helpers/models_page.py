@@ -15,6 +15,7 @@ from typing import Any
 
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.models.registry import FAMILIES
+from lamella.planner.model_specs import config_specs
 from lamella.planner.registry import ARCHITECTURES, Architecture, LayerShape, architectures
 from tests.helpers.random_models import RANDOM_MODELS
 
@@ -23,8 +24,25 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 CONTEXTS = (8192, 131072)
 PAGE_TOKENS = 16
 ITEMSIZE_BYTES = 2
+PLANNED = ("deepseek_v4", "inkling_text")  # by the planner alone
 NO_CLASS = "has no class"
-SHORT = {"full_attention": "F", "sliding_attention": "S", "chunked_attention": "C"}
+SHORT = {
+    "full_attention": "F",
+    "sliding_attention": "S",
+    "chunked_attention": "C",
+    "heavily_compressed_attention": "H",
+    "compressed_sparse_attention": "K",
+    "indexed_attention": "I",
+    "linear_attention": "L",
+    "hybrid": "Y",
+    "hybrid_sliding": "Z",
+}
+# What the config classes of some models leave null, and their code needs.
+COMPLETED: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "step3p7": {"text_config": {"model_type": "step3p5", "sliding_window": 512}},
+}
 HEADER = (
     "model_type",
     "layers",
@@ -53,15 +71,15 @@ def row(architecture: Architecture) -> tuple[str, ...]:
     runs_by += [] if architecture.refusal else ["transformers"]
     cells = [f"`{architecture.model_type}`", pattern(architecture.kinds)]
     if not architecture.layers:
-        return (*cells, "-", "not run", *["-"] * (len(HEADER) - 4))
-    kv_bytes = [kv_bytes_per_token(architecture, context) for context in CONTEXTS]
+        return (*cells, "-", "not run", "-", *planned_bytes(architecture), "-", "-")
+    kv_bytes = [kv_bytes_per_token(owned_specs(architecture), context) for context in CONTEXTS]
     return (
         *cells,
         "; ".join(dict.fromkeys(map(spec_text, architecture.layers))),
         ", ".join(runs_by) or "not run",
         "exact" if architecture.model_type in RANDOM_MODELS and runs_by else "-",
         *(f"{value:,}" for value in kv_bytes),
-        f"{uniform_bytes_per_token(architecture):,}",
+        f"{uniform_bytes_per_token(owned_specs(architecture)):,}",
         *(flops_text(architecture, context) for context in CONTEXTS),
     )
 
@@ -71,20 +89,16 @@ def is_native(model_type: str) -> bool:
 
 
 def pattern(kinds: Any) -> str:
-    """Runs of kinds, the shortest period once: "26: (S F)x13"."""
+    """Runs of kinds, what is repeated once: "26: (S F)x13". Of all ways to write it, the shortest."""
     names = [SHORT.get(kind, kind) for kind in kinds]
-    if not names:
-        return "-"
-    for period in range(1, len(names) + 1):
-        times, rest = divmod(len(names), period)
-        if names[:period] * times + names[:rest] == names:
-            break
-    text = runs(names[:period])
-    return (
-        f"{len(names)}: ({text})x{times}" + (f" {runs(names[:rest])}" if rest else "")
-        if times > 1
-        else f"{len(names)}: {text}"
-    )
+    texts = [runs(names)]
+    for lead, period in itertools.product(range(min(4, len(names))), range(1, len(names))):
+        body = names[lead:]
+        times, rest = divmod(len(body), period)
+        if times > 1 and body[:period] * times + body[:rest] == body:
+            repeated = f"({runs(body[:period])})x{times}"
+            texts.append(" ".join(filter(None, (runs(names[:lead]), repeated, runs(body[:rest])))))
+    return f"{len(names)}: {min(texts, key=len)}" if names else "-"
 
 
 def runs(names: list[str]) -> str:
@@ -100,14 +114,24 @@ def spec_text(layer: LayerShape) -> str:
     return f"{layer.num_kv_heads} x ({layer.k_dim} + {layer.v_dim}), {window}{chunk}"
 
 
-def kv_bytes_per_token(architecture: Architecture, context_tokens: int) -> int:
+def planned_bytes(architecture: Architecture) -> tuple[str, str, str]:
+    """The three columns of KV bytes of what only the planner knows."""
+    if architecture.model_type not in PLANNED:
+        return ("-", "-", "-")
+    bare = {"model_type": architecture.model_type, "num_hidden_layers": len(architecture.kinds)}
+    specs = list(config_specs(bare, ITEMSIZE_BYTES).specs)
+    held = [f"{kv_bytes_per_token(specs, context):,}" for context in CONTEXTS]
+    return (held[0], held[1], f"{uniform_bytes_per_token(specs):,}")
+
+
+def kv_bytes_per_token(specs: list[KVCacheSpec], context_tokens: int) -> int:
     """Bytes of 16-bit KV that a decoding request of so many tokens holds at most, divided by its tokens."""
-    return sum(held_bytes(spec, context_tokens) for spec in owned_specs(architecture)) // context_tokens
+    return sum(held_bytes(spec, context_tokens) for spec in specs) // context_tokens
 
 
-def uniform_bytes_per_token(architecture: Architecture) -> int:
+def uniform_bytes_per_token(specs: list[KVCacheSpec]) -> int:
     """The same where every layer keeps its KV as long as the request lives."""
-    return sum(spec.token_bytes for spec in owned_specs(architecture))
+    return sum(spec.token_bytes for spec in specs)
 
 
 def owned_specs(architecture: Architecture) -> list[KVCacheSpec]:
@@ -142,7 +166,7 @@ def walk() -> list[dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
     for name in CONFIG_MAPPING:
         try:
-            whole = CONFIG_MAPPING[name]()
+            whole = CONFIG_MAPPING[name](**COMPLETED.get(name, {}))
             config = whole.get_text_config(decoder=True)
         except Exception as error:
             if name in RANDOM_MODELS:
@@ -173,10 +197,10 @@ def entry(whole: Any, config: Any, kinds: list[str]) -> dict[str, Any]:
         declared = declared_layers(config)
         kinds = [layer.kind for layer in declared]
         found["kv_sharing"] = {str(layer): owner for layer, owner in owners.items()}
-        layers = [
-            LayerShape(said.kind, said.window_tokens, each.num_heads, each.num_kv_heads, each.k_dim, each.v_dim)
-            for said, each in zip(declared, recorded, strict=True)
-        ]
+        heads = (
+            [heads_of(each) for each in recorded] if recorded else [heads_by_config(each.config) for each in declared]
+        )
+        layers = [LayerShape(said.kind, said.window_tokens, *each) for said, each in zip(declared, heads, strict=True)]
     except ModelLoadError as error:
         found["refusal"] = str(error).removeprefix("the config: ").removesuffix(".")
     shapes = list(dict.fromkeys(layers))
@@ -188,12 +212,21 @@ def entry(whole: Any, config: Any, kinds: list[str]) -> dict[str, Any]:
     }
 
 
+def heads_of(layer: Any) -> tuple[int, int, int, int]:
+    return layer.num_heads, layer.num_kv_heads, layer.k_dim, layer.v_dim
+
+
+def heads_by_config(config: Any) -> tuple[int, int, int, int]:
+    return config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim
+
+
 def main() -> None:
     if "--walk" in sys.argv:
         lines = ",\n".join(json.dumps(each) for each in walk())
         ARCHITECTURES.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
         architectures.cache_clear()
     page = PAGE.read_text(encoding="utf-8")
+    assert BEGIN in page
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n{render()}\n{END}{after}", encoding="utf-8")

@@ -15,14 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx.experimental import _config as meta_config
 
 from lamella.errors import ModelLoadError
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.models.transformers_backend.agreement import agreed_specs
 from lamella.model_executor.models.transformers_backend.attention_call import UnsupportedCallError
 from lamella.model_executor.models.transformers_backend.attention_interface import RECORDED_ATTENTION, register
-from lamella.model_executor.models.transformers_backend.declared_layers import DeclaredLayer, declared_layers
+from lamella.model_executor.models.transformers_backend.declared_layers import (
+    DeclaredLayer,
+    declared_layers,
+    declared_owners,
+)
 from lamella.model_executor.models.transformers_backend.gguf_weights import refuse_other_reading, refuse_unread_metadata
 from lamella.model_executor.models.transformers_backend.model_weights import load_model
 from lamella.model_executor.models.transformers_backend.recorder import RecordedLayer, record_layers
@@ -75,15 +78,16 @@ def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> C
     return CheckedModel(source, config, run_by, declared)
 
 
-def recorded_specs(run_by: RunBy) -> tuple[Sequence[RecordedLayer], Mapping[int, int]]:
-    """The layers of a model without weights, and layer -> the layer whose KV it reads; for tables of models.
+def recorded_specs(run_by: RunBy) -> tuple[Sequence[RecordedLayer] | None, Mapping[int, int]]:
+    """The layers of a model without weights, and layer -> the layer whose KV it reads; for tables of models. None for
+    layers that cannot be recorded without weights.
 
     Raises ModelLoadError with the reason why it is not run.
     """
     declared = declared_layers(run_by.text_config)
     recorded = _record_without_weights(run_by)
     if recorded is None:
-        raise ModelLoadError("its forward pass depends on numbers, so it cannot be recorded without weights")
+        return None, declared_owners(run_by.text_config, declared)
     _, owners = agreed_specs(run_by.text_config, declared, recorded, itemsize_bytes=2)
     return recorded, owners
 
@@ -140,9 +144,7 @@ def _record_without_weights(run_by: RunBy) -> list[RecordedLayer] | None:
         text = " ".join(str(error).split())
         raise ModelLoadError(f"transformers cannot build it: {type(error).__name__}: {text}") from error
     try:
-        # Where code asks which numbers are not zero: all of them, as there are none.
-        with meta_config.patch(meta_nonzero_assume_all_nonzero=True):
-            return record_layers(model, device)
+        return record_layers(model, device)
     except ModelLoadError as error:
         if isinstance(error.__cause__, (NotImplementedError, RuntimeError)) and "meta" in str(error.__cause__):
             return None
