@@ -41,7 +41,7 @@ def deepseek_v4_kinds(num_layers: int) -> list[str]:
 def deepseek_v4_config(config: ConfigJson, itemsize_bytes: int) -> LayerSpecs:
     """From a config.json."""
     num_layers = config.integer("num_hidden_layers")
-    kinds = config.layer_types(num_layers, tuple(RATES))
+    kinds: Sequence[str] | None = config.layer_types(num_layers, tuple(RATES))
     if kinds is None and config.fields.has_value("compress_ratios"):
         of_rate = {rate: kind for kind, rate in RATES.items()}
         rates = config.fields.integers("compress_ratios", high=128)[:num_layers]

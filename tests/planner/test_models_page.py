@@ -32,7 +32,7 @@ def test_a_pattern_is_its_shortest_period_and_what_is_left():
     full, sliding = "full_attention", "sliding_attention"
     assert pattern([full] * 3) == "3: 3F"
     assert pattern(([sliding] * 5 + [full]) * 4 + [sliding] * 2) == "26: (5S F)x4 2S"
-    assert pattern([full] * 2 + [sliding, full] * 6) == "14: F (F S)x6 F"
+    assert pattern([full] * 2 + [sliding, full] * 6) == "14: 2F (S F)x6"
     assert pattern([]) == "-"
 
 

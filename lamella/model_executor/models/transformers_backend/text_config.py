@@ -74,7 +74,8 @@ def class_for(config: Any, text_config: Any, place: object) -> RunBy:
         if type(described) in classes:
             return RunBy(classes[type(described)], described, text_config)
     raise ModelLoadError(
-        f"{place}: transformers has no class of model_type {shown(text_config.model_type)} that generates text from tokens"
+        f"{place}: transformers has no class of model_type {shown(text_config.model_type)} that generates text from "
+        "tokens"
     )
 
 
