@@ -17,7 +17,7 @@ from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.models.registry import FAMILIES
 from lamella.planner.model_specs import config_specs
 from lamella.planner.registry import ARCHITECTURES, Architecture, LayerShape, architectures
-from tests.helpers.random_models import RANDOM_MODELS
+from tests.helpers.transformers_models import RANDOM_MODELS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lamella import LLM, SamplingParams
-from tests.helpers.random_models import RANDOM_MODELS, WINDOW, logits_of, save_random_model
+from tests.helpers.transformers_models import RANDOM_MODELS, WINDOW, logits_of, save_random_model
 
 NUM_TOKENS = 8
 MAX_DIFFERENCE = 1e-4

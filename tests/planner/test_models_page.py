@@ -15,7 +15,7 @@ from tests.helpers.models_page import (
     row,
     walk,
 )
-from tests.helpers.random_models import RANDOM_MODELS
+from tests.helpers.transformers_models import RANDOM_MODELS
 
 
 def test_the_page_is_what_the_registry_says():

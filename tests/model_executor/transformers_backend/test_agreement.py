@@ -8,7 +8,7 @@ from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, 
 from lamella.model_executor.models.transformers_backend.agreement import agreed_specs
 from lamella.model_executor.models.transformers_backend.declared_layers import declared_layers
 from lamella.model_executor.models.transformers_backend.recorder import record_layers
-from tests.helpers.random_models import WINDOW, random_config, recorded_model
+from tests.helpers.transformers_models import WINDOW, random_config, recorded_model
 
 
 def specs_of(model, config, device="cpu"):

@@ -12,10 +12,10 @@ from lamella.engine.config import EngineConfig
 from lamella.errors import ConfigError, ModelLoadError
 from lamella.model_executor.models.transformers_backend.loading import check_model, load_checked
 from lamella.model_executor.weights.model_source import resolve_model
-from tests.helpers.random_models import logits_of, random_config, save_random_model
 from tests.helpers.tiny_decoders import save_tiny_decoder
 from tests.helpers.tiny_gemma import save_tiny_gemma
 from tests.helpers.tiny_gguf import save_tiny_gguf
+from tests.helpers.transformers_models import logits_of, random_config, save_random_model
 
 PROMPT = list(range(6, 40))
 KV = {"kv_cache_memory_bytes": 1 << 24, "max_model_len": 128}

@@ -5,7 +5,7 @@ import torch
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.transformers_backend.token_mixing import refuse_mixing
-from tests.helpers.random_models import VOCAB_SIZE, recorded_model
+from tests.helpers.transformers_models import VOCAB_SIZE, recorded_model
 
 
 def test_attention_alone_mixes_tokens():
