@@ -77,7 +77,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         "head_dim": first.k_dim,
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
-        "rms_norm_eps": config.rms_norm_eps,
+        "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
         "query_pre_attn_scalar": round(first.scale**-2),
         "sliding_window": windows[0] if windows else None,
