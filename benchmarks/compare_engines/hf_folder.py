@@ -65,12 +65,14 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
             old_keys["rope_scaling"] = {"rope_type": "linear", "factor": full["factor"]}
     if sliding is not None:
         old_keys["rope_local_base_freq"] = sliding["rope_theta"]
+    mlp = config.layers[0].mlp
+    assert isinstance(mlp, MLPConfig)  # Gemma 3 has no experts
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.layers[0].mlp.width,
+        "intermediate_size": mlp.width,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": first.num_heads,
         "num_key_value_heads": first.num_kv_heads,

@@ -128,6 +128,7 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
         max_model_len=size.max_model_len,
         chunk_tokens=size.chunk_tokens,
         scheduling_policy=config.scheduling_policy,
+        short_text_tokens=model_config.short_text_tokens,
     )
     arena = allocate_arena(layout, size.num_slabs, device, step_pages_bytes=size.step_pages_bytes)
     runner = ModelRunner(

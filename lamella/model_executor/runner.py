@@ -144,7 +144,9 @@ class ModelRunner:
         """Give the step to the device. Tokens that `plan.token_sources` names are samples of the step launched
         before."""
         self._copy_pages(plan)
-        size = self.graphs.size_for(plan) if self.graphs is not None else None
+        # Graphs were captured with the rotary embedding of short texts.
+        graphs = None if plan.is_long_text is not None else self.graphs
+        size = None if graphs is None else graphs.size_for(plan)
         hidden = self._run_eager(plan) if size is None else self._run_graph(plan, size)
         launched = self._sample(hidden, plan)
         self._last_token_ids = launched.token_ids
@@ -172,7 +174,8 @@ class ModelRunner:
         inputs = self._inputs(plan)
         if plan.token_sources is not None:
             inputs = replace(inputs, token_ids=self._with_last_samples(plan.token_sources, inputs.token_ids))
-        return self._forward(inputs, self.receptive_field.needed_tokens(plan) if self.prunes else {})
+        needed_tokens = self.receptive_field.needed_tokens(plan) if self.prunes else {}
+        return self._forward(inputs, needed_tokens, plan)
 
     def _run_graph(self, plan: StepPlan, size: int) -> torch.Tensor:
         """The same for a plan that only decodes: hidden states [R, width], nothing is pruned."""
@@ -200,13 +203,25 @@ class ModelRunner:
         packed = self._upload.send(plan, shape)
         return shape.inputs(packed, shape.tables(packed), plan, page_tokens)
 
-    def _forward(self, inputs: StepInputs, needed_tokens: Mapping[int, np.ndarray] = ALL_TOKENS) -> torch.Tensor:
+    def _forward(
+        self,
+        inputs: StepInputs,
+        needed_tokens: Mapping[int, np.ndarray] = ALL_TOKENS,
+        plan: StepPlan | None = None,
+    ) -> torch.Tensor:
+        """plan: where texts may take the rotary embedding of long ones."""
         token_ids, positions = inputs.token_ids, inputs.positions
+        is_long = None
+        if plan is not None and plan.is_long_text is not None:
+            of_tokens = np.repeat(plan.is_long_text, np.diff(plan.query_start))
+            is_long = to_device(of_tokens[needed_tokens[0]] if 0 in needed_tokens else of_tokens, token_ids.device)
         if 0 in needed_tokens:
             rows = to_device(needed_tokens[0], token_ids.device)
             token_ids, positions = token_ids[rows], positions[rows]
         attention = StepAttention(self.backend, self.layout, self.places, inputs.metadata, needed_tokens)
-        return self.model(token_ids, positions, attention)
+        if is_long is None:
+            return self.model(token_ids, positions, attention)
+        return self.model(token_ids, positions, attention, is_long)
 
     def _with_last_samples(self, token_sources: np.ndarray, token_ids: torch.Tensor) -> torch.Tensor:
         """`token_ids` (int64 [T]) with the last step's samples in the places that `token_sources` gives (see

@@ -75,6 +75,8 @@ class StepPlan:
     sampling: SamplingBatch
     # int64 [T]: which of the S samples of the step launched before is the token; -1: it is in token_ids. None: all are.
     token_sources: np.ndarray | None = None
+    # bool [R]: whose texts take the rotary embedding of long ones, where a model has two. None: none do.
+    is_long_text: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         num_sampled, num_new = self.num_sampled, self.query_start[1:] - self.query_start[:-1]

@@ -220,6 +220,15 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def short_text_tokens(self) -> int | None:
+        """Texts of more tokens take another rotary embedding, from their first token on (LongRopeScaling); None: all
+        texts take one."""
+        rotaries = (layer.attention.rotary for layer in self.layers)
+        scalings = (rotary.scaling for rotary in rotaries if rotary is not None)
+        lengths = [each.original_positions for each in scalings if isinstance(each, LongRopeScaling)]
+        return min(lengths, default=None)
+
 
 def layer_specs(config: ModelConfig, *, itemsize_bytes: int) -> list[KVCacheSpec]:
     """One KV spec per layer."""

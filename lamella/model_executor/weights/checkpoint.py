@@ -225,7 +225,9 @@ class GgufCheckpoint:
                 self.left_out[family] += 1
                 continue
             problem, stack = storage_problem(header, tensor), names.gguf_stack(tensor.name)
-            views = [] if stack is None else list(expert_views(stack[1], tensor.shape, stack[0]))
+            views: list[tuple[str, tuple[int, ...], StackView | None]] = []
+            if stack is not None:
+                views += expert_views(stack[1], tensor.shape, stack[0])
             for name, shape, view in views or [(names.from_gguf(tensor.name), tensor.shape, None)]:
                 if name in self.tensors:
                     raise ModelLoadError(
@@ -238,7 +240,7 @@ class GgufCheckpoint:
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         tensor = self.tensors[name]
         if tensor.view is not None and len(tensor.shape) == 1:
-            return self._data.read_rows(tensor.stored_name, tensor.view.index, tensor.view.index + 1)[0, start:stop]
+            return self._data.read_rows(tensor.stored_name, tensor.view.expert, tensor.view.expert + 1)[0, start:stop]
         return self._data.read_rows(tensor.stored_name, *self._stored_rows(tensor, start, stop))
 
     def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -248,7 +250,7 @@ class GgufCheckpoint:
 
     def _stored_rows(self, tensor: CheckpointTensor, start: int, stop: int) -> tuple[int, int]:
         """Where rows are among all rows of the stored tensor. Each expert's lie one after the other in these files."""
-        first = 0 if tensor.view is None else tensor.view.index * tensor.shape[0] + tensor.view.first
+        first = 0 if tensor.view is None else tensor.view.expert * tensor.shape[0] + tensor.view.first
         return first + start, first + stop
 
     def type_name(self, name: str) -> str:

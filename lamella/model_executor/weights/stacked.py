@@ -29,10 +29,10 @@ class ExpertStack:
 
 
 class StackView(NamedTuple):
-    """A matrix [num_rows, columns], or vector [num_rows], in a stack: rows first, first + step and so on of expert
-    `index`."""
+    """A matrix [num_rows, columns], or vector [num_rows], in a stack: rows first, first + step and so on of one
+    expert."""
 
-    index: int
+    expert: int
     first: int
     step: int
     is_transposed: bool
@@ -63,17 +63,17 @@ def expert_views(
     num_rows, rest = divmod(matrix[0], len(stack.parts))
     if rest:
         return
-    for index in range(num_experts):
+    for expert in range(num_experts):
         for place, part in enumerate(stack.parts):
             first, step = (place, len(stack.parts)) if stack.is_interleaved else (place * num_rows, 1)
             is_transposed = stack.is_transposed and len(shape) == 3
-            view = StackView(index, first, step, is_transposed)
-            yield f"{name}.{index}.{part}.{stack.ending}", (num_rows, *matrix[1:]), view
+            view = StackView(expert, first, step, is_transposed)
+            yield f"{name}.{expert}.{part}.{stack.ending}", (num_rows, *matrix[1:]), view
 
 
 def read_view(stored: ReadableSlice, view: StackView, start: int, stop: int) -> torch.Tensor:
     """Rows [start, stop) of a matrix or vector, without reading the others."""
     rows = view.rows(start, stop)
     if view.is_transposed:
-        return stored[view.index, :, rows][:, :: view.step].T.contiguous()
-    return stored[view.index, rows][:: view.step].contiguous()
+        return stored[view.expert, :, rows][:, :: view.step].T.contiguous()
+    return stored[view.expert, rows][:: view.step].contiguous()
