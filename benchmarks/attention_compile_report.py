@@ -41,12 +41,7 @@ from lamella.attention.triton.device_functions import FULL, WINDOW
 from lamella.attention.triton.prefill import prefill_constants, prefill_kernel
 from lamella.attention.triton.shapes import LayerShape, unpacked_mantissa
 from lamella.attention.triton.tuning import Tile, choose_tile
-from lamella.attention.triton.window_indices import (
-    BLOCK,
-    advance_kernel,
-    window_indptr_kernel,
-    window_slots_kernel,
-)
+from lamella.attention.triton.window_indices import BLOCK, NUM_WARPS, window_indices_kernel
 from lamella.attention.triton.write_kv import BLOCK_ELEMENTS, write_kv_kernel
 
 # Shared memory that one program may have, in bytes.
@@ -56,7 +51,8 @@ MATRIX_INSTRUCTIONS = ("tcgen05.mma", "wgmma.mma_async", "mma.sync", "v_mfma")
 SPILL_LIMITS = {64: 0, 128: 0, 256: 48}
 
 _INT64_POINTERS = (
-    "block_tables", "seq_lens", "first_blocks", "first_keys", "query_start", "slots", "indptr", "begins", "ends",
+    "block_tables", "table_rows", "tables", "table_places", "first_blocks", "seq_lens", "first_keys", "query_start",
+    "slots", "indptr", "indices", "window_first_keys",
 )  # fmt: skip
 _FLOAT32_POINTERS = ("partial_sums", "partial_stats", "sinks")
 _MODEL_POINTERS = ("query", "key", "value", "out")
@@ -75,6 +71,8 @@ _DTYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
 }
+
+WINDOW_TILE = Tile(block_m=1, block_n=1, num_warps=NUM_WARPS, num_stages=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +177,9 @@ def kernels(named: NamedShape, target: str) -> Iterator[Kernel]:
         "BLOCK": BLOCK_ELEMENTS,
     }
     yield Kernel("write_kv", write_kv_kernel, constants, plain, False)
-    rule = {"RULE": shape.rule, "BLOCK": BLOCK}
-    yield Kernel("window_indptr", window_indptr_kernel, rule, plain, False)
-    rule["PAGE_TOKENS"] = shape.page_tokens
-    yield Kernel("window_slots", window_slots_kernel, rule, plain, False)
     if shape.reach:
-        yield Kernel("advance", advance_kernel, rule, plain, False)
+        constants = {"RULE": shape.rule, "PAGE_TOKENS": shape.page_tokens, "BLOCK": BLOCK}
+        yield Kernel("window_indices", window_indices_kernel, constants, WINDOW_TILE, False)
 
 
 def compile_kernel(kernel: Kernel, named: NamedShape, target: str) -> Measured:
@@ -256,13 +251,13 @@ def problem(kernel: Kernel, named: NamedShape, target: str, measured: Measured) 
 
 
 def _is_in_sample(kernel: str, shape: int, target: int, num_targets: int) -> bool:
-    """Targets take turns: one compiles a shape's decode, one every second shape's prefill (which take seconds), and
-    every second one the rest."""
+    """Targets take turns: one compiles the decode of every second shape, one the prefill of every fourth of the other
+    shapes (both take seconds), and each a quarter of the rest."""
     if kernel == "decode":
-        return shape % num_targets == target
-    if kernel == "prefill":
         return shape % 2 == 0 and shape // 2 % num_targets == target
-    return (shape + target) % 2 == 0
+    if kernel == "prefill":
+        return shape % 4 == 1 and shape // 4 % num_targets == target
+    return (shape + target) % 4 == 0
 
 
 def selected(options: argparse.Namespace) -> Iterator[tuple[str, NamedShape, Kernel]]:

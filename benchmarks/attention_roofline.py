@@ -13,11 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamella.attention.triton.backend import MAX_SEGMENTS, SEGMENT_TOKENS
-from lamella.attention.triton.decode import segment_length
 from lamella.kv_cache.spec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 H200_BYTES_PER_SECOND = 4.8e12
 H200_BF16_FLOPS = 989e12
+
+
+def segment_length(seen_tokens: int, *, segment_tokens: int, max_segments: int) -> int:
+    """Tokens per segment of decode's partial results, for a request that sees that many: its length, or the window or
+    chunk if that is less."""
+    while segment_tokens * max_segments < seen_tokens:
+        segment_tokens *= 2
+    return segment_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,7 @@ def make_pages(backend: AttentionBackend, workload: Workload, page_tokens: int, 
         return AttentionMetadata(
             page_tokens=page_tokens,
             num_decodes=len(requests) if workload.is_decode else 0,
+            table_rows=torch.arange(len(requests)),
             slot_mapping=torch.from_numpy(slots),
             **{name: torch.from_numpy(array) for name, array in host.items()},
             **{f"{name}_host": array for name, array in host.items()},

@@ -241,6 +241,16 @@ def test_test_modules_import_helpers_and_not_each_other():
     assert sorted(set(importing) - {but}) == []
 
 
+def test_who_schedules_runs_and_describes_models_has_a_test_file_of_its_name():
+    tests = Path(__file__).parent
+    alone = ("model_executor/runner.py", "engine/engine.py", "engine/llm.py")
+    paths = [path.relative_to(PACKAGE) for path in modules() if path.name != "__init__.py"]
+    folders = {Path("engine/scheduling"), Path("model_executor/models")}
+    wanted = [path for path in paths if path.parent in folders or path.as_posix() in alone]
+    assert len(wanted) > 25
+    assert [str(path) for path in wanted if not (tests / path.parent / f"test_{path.name}").is_file()] == []
+
+
 def test_transformers_is_only_imported_where_it_is_used():
     eager = [
         str(path.relative_to(PACKAGE))

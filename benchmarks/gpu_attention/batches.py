@@ -97,6 +97,7 @@ def make_batch(work: Workload, *, page_tokens: int, dtype: torch.dtype, device: 
         num_decodes=work.num_requests if work.num_new == 1 else 0,
         query_start=on_device(query_start),
         seq_lens=on_device(seq_lens),
+        table_rows=on_device(np.arange(work.num_requests)),
         first_blocks=on_device(first_blocks),
         first_keys=on_device(first_keys),
         block_tables=on_device(block_tables),

@@ -1,7 +1,7 @@
 """What a step tells the attention of one group: who asks, how far each has come, where its pages are.
 
 Built once per group and step, shared by all layers of the group. Everything is bounded by what the
-group can see: an SWA group's tables hold the window's blocks, never the whole context.
+group can see: a windowed group's tables hold the window's blocks, never the whole context.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ class AttentionMetadata:
     (one or more new tokens after any prior context). New token j of request i has position
     seq_lens[i] - query_lens[i] + j.
 
-    block_tables: int64 [R, width], row i column j is the page of block first_blocks[i] + j; -1 is
-    the null page (never read). Row i covers every block that its queries can see.
+    block_tables: int64 [rows, width], where device kernels read. Of request i it is line table_rows[i], and the page of
+    block b is in column (b - first_blocks[i]) % width; -1 is the null page (never read). On a device these are the
+    tables of all rows, which stay from step to step (first_blocks is 0, and lines of a windowed group wrap around); on
+    a CPU the host's. A line covers every block that the request's queries can see.
     first_keys: int64 [R], the lowest position of request i that has KV in this group, 0 unless the request resumed
     without the keys of its window: a query at q sees only keys >= max(first_visible(q), first_keys[i]). Never above
     the first new position, so that each query sees itself at least.
     slot_mapping: int64 [T], page_id * page_tokens + offset of each new token, -1: write nowhere.
-    *_host: the same values as NumPy arrays for code that must branch on them.
+    *_host: NumPy arrays for code that must branch on them. block_tables_host is by request, int64 [R, width], and row i
+    column j is the page of block first_blocks_host[i] + j; the others have the tensors' values.
     parts: what of_tokens gave, by the bytes of its tokens. memo: what backends work out from the rest once and read
     again in the group's other layers. Both are empty in metadata that a step is made with, and go with it.
     """
@@ -39,9 +42,10 @@ class AttentionMetadata:
     num_decodes: int
     query_start: torch.Tensor  # int64 [R + 1], prefix sum of query lengths
     seq_lens: torch.Tensor  # int64 [R], context length with this step's tokens
+    table_rows: torch.Tensor  # int64 [R]
     first_blocks: torch.Tensor  # int64 [R]
     first_keys: torch.Tensor  # int64 [R]
-    block_tables: torch.Tensor  # int64 [R, width]
+    block_tables: torch.Tensor  # int64 [rows, width]
     slot_mapping: torch.Tensor  # int64 [T]
     query_start_host: np.ndarray
     seq_lens_host: np.ndarray
@@ -77,9 +81,10 @@ class AttentionMetadata:
                 num_decodes=int(longer[0]) if len(longer) else len(requests),
                 query_start=to_device(query_start, device),
                 seq_lens=to_device(seq_lens, device),
+                table_rows=self.table_rows[rows],
                 first_blocks=self.first_blocks[rows],
                 first_keys=self.first_keys[rows],
-                block_tables=self.block_tables[rows],
+                block_tables=self.block_tables,
                 slot_mapping=self.slot_mapping[to_device(tokens, device)],
                 query_start_host=query_start,
                 seq_lens_host=seq_lens,
@@ -121,25 +126,3 @@ def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.T
     source is freed when the copy is done."""
     host = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-
-
-def window_kv_indices(spec: KVCacheSpec, metadata: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots of the keys that each decode request's query sees, ragged.
-
-    Returns (window_kv_indptr int64 [num_decodes + 1], window_kv_indices int64 [sum of window lengths]);
-    a window's length is min(seq_len, W), or the part of the chunk so far for chunked-local attention, less what
-    lies below the request's first key.
-    """
-    page_tokens = metadata.page_tokens
-    num_decodes = metadata.num_decodes
-    last = metadata.seq_lens_host[:num_decodes] - 1
-    first = np.maximum(spec.first_visible_each(last), metadata.first_keys_host[:num_decodes])
-    lengths = last + 1 - first
-    indptr = np.zeros(num_decodes + 1, dtype=np.int64)
-    np.cumsum(lengths, out=indptr[1:])
-    rows = np.repeat(np.arange(num_decodes), lengths)
-    positions = np.arange(indptr[-1]) - indptr[rows] + first[rows]
-    columns = positions // page_tokens - metadata.first_blocks_host[rows]
-    slots = metadata.block_tables_host[rows, columns] * page_tokens + positions % page_tokens
-    device = metadata.block_tables.device
-    return torch.from_numpy(indptr).to(device), torch.from_numpy(slots).to(device)

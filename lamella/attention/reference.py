@@ -103,8 +103,8 @@ class ReferenceBackend:
             seq_len = int(metadata.seq_lens[request])
             query_positions = torch.arange(seq_len - (stop - start), seq_len)
 
-            pages = metadata.block_tables[request].cpu()
-            base = int(metadata.first_blocks[request]) * page_tokens
+            pages = torch.from_numpy(metadata.block_tables_host[request])
+            base = int(metadata.first_blocks_host[request]) * page_tokens
             key_positions = torch.arange(base, base + len(pages) * page_tokens)
             first_key = int(metadata.first_keys[request])
             mask = visible_mask(params.spec, query_positions, key_positions) & (key_positions >= first_key)

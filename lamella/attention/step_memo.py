@@ -33,6 +33,8 @@ class StepMemo:
     native_batches: dict[tuple[KVCacheSpec, int, int, int], HeldBatch] = field(default_factory=dict)
     # check_tables, of triton: the block tables are known to cover what such layers see.
     covered_specs: set[KVCacheSpec] = field(default_factory=set)
+    # What is seen -> where the keys are that decodes see. Its class imports Triton.
+    triton_windows: dict[KVCacheSpec, object] = field(default_factory=dict)
     # What is seen, which requests -> the keys that are gathered, and their mask.
     xformers_packed: dict[tuple[KVCacheSpec, range], PackedKeys] = field(default_factory=dict)
     # What is seen, pages per id -> the mask over pages as they lie, None where there is none. Its class is xformers'.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lamella.attention.contract import AttentionParams, LayerCache
-from lamella.attention.metadata import AttentionMetadata
+from lamella.attention.metadata import AttentionMetadata, to_device
 from lamella.attention.torch_plans import PrefillRequest, QueryTile
 from lamella.attention.torch_softmax import attention_weights
 from lamella.errors import InvariantError
@@ -118,7 +118,7 @@ def plan_prefill(params: AttentionParams, metadata: AttentionMetadata) -> tuple[
                 stop=stop,
                 first_position=first_position,
                 lowest_key=lowest_key,
-                page_ids=metadata.block_tables[i, columns].clamp(min=0),
+                page_ids=to_device(np.maximum(metadata.block_tables_host[i, columns], 0), device),
                 base=base,
                 tiles=_tiles(
                     params, first_position, stop - start, lowest_key, base, tile_queries, shared_masks, device

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from lamella.attention.metadata import AttentionMetadata, to_device
@@ -94,7 +93,7 @@ def paged_mask(spec: KVCacheSpec, metadata: AttentionMetadata, pages_per_id: int
     if (blocks.first_keys // PAGED_TOKENS * PAGED_TOKENS < metadata.first_keys_host[:num_decodes]).any():
         return None
     # Each request has its own range of positions, as long as its row of the table.
-    tables = metadata.block_tables[:num_decodes]
+    tables, device = metadata.block_tables_host[:num_decodes], metadata.block_tables.device
     range_tokens = tables.shape[1] * metadata.page_tokens
     in_range = blocks.first_keys - metadata.first_blocks_host[:num_decodes] * metadata.page_tokens
     starts = in_range + range_tokens * np.arange(num_decodes)
@@ -102,9 +101,9 @@ def paged_mask(spec: KVCacheSpec, metadata: AttentionMetadata, pages_per_id: int
         blocks.num_queries.tolist(),
         [*starts.tolist(), range_tokens * num_decodes],
         blocks.num_keys.tolist(),
-        device=tables.device,
+        device=device,
     )
-    pages = (tables.clamp(min=0) * pages_per_id).to(torch.int32)
+    pages = to_device((np.maximum(tables, 0) * pages_per_id).astype(np.int32), device)
     return mask.make_paged(pages, metadata.page_tokens, range_tokens, PagedBlockDiagonalGappyKeysMask)
 
 

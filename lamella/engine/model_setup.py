@@ -21,7 +21,7 @@ from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.layout import KVLayout, build_layout, without_sliding
 from lamella.kv_cache.memory import MemoryProfile, allocate_arena, available_memory_bytes, total_memory_bytes
 from lamella.kv_cache.retention import RetentionPolicy
-from lamella.kv_cache.sizing import PoolSize, decode_table_widths, size_pool
+from lamella.kv_cache.sizing import PoolSize, decode_table_widths, size_pool, table_line_widths
 from lamella.kv_cache.split import split_pools
 from lamella.model_executor.decode_graphs import CAPTURABLE_BACKENDS, CudaGraphs
 from lamella.model_executor.memory_profile import CudaMeter, LargestBatch, profile_memory
@@ -80,15 +80,16 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
     stored_specs = without_sliding(attention_specs) if config.disable_hybrid_kv_cache else attention_specs
     layout = build_layout(stored_specs, page_tokens=config.page_size, kv_sharing=loaded.kv_sharing)
     interval_tokens = config.swa_eviction_interval or config.page_size
+    table_bounds = {
+        "max_model_len": max_model_len or model_config.max_position_embeddings,
+        "interval_tokens": interval_tokens,
+        "num_blocks_more": _num_blocks_more(config),
+    }
     max_batch = LargestBatch(
         num_requests=config.max_num_seqs,
         num_tokens=config.max_num_batched_tokens,
-        table_widths=decode_table_widths(
-            layout,
-            max_model_len=max_model_len or model_config.max_position_embeddings,
-            interval_tokens=interval_tokens,
-            num_blocks_more=_num_blocks_more(config),
-        ),
+        table_widths=decode_table_widths(layout, **table_bounds),
+        line_widths=table_line_widths(layout, chunk_tokens=config.max_num_batched_tokens, **table_bounds),
     )
     uses_graphs = device.type == "cuda" and not config.enforce_eager and backend.name in CAPTURABLE_BACKENDS
     uses_graphs = uses_graphs and loaded.is_capturable
@@ -141,6 +142,8 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
         kv_scales=loaded.kv_scales,
         prunes=loaded.prunes,
     )
+    if device.type != "cpu":
+        runner.reserve_tables(max_batch.num_requests, max_batch.line_widths)
     if uses_graphs:
         _capture_graphs(runner, max_batch, profile, device)
     model_config = _with_tokenizer_end(model_config, tokenizer)

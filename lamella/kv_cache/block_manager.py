@@ -41,7 +41,7 @@ from lamella.kv_cache.row_tables import RowTables
 from lamella.kv_cache.row_windows import RowWindows
 from lamella.kv_cache.settings import CacheSettings
 from lamella.kv_cache.spec import ceil_div
-from lamella.kv_cache.step_memory import GroupPlan, StepMemory
+from lamella.kv_cache.step_memory import GroupPlan, StepMemory, TableVersions
 from lamella.kv_cache.step_pages import StepPages
 
 
@@ -298,7 +298,8 @@ class BlockManager:
                 slot_mapping[read_only] = -1
             groups.append(GroupPlan(block_tables, first_blocks, first_keys.take(rows), slot_mapping, copies))
         first_step_slot = self._parts.step_pages.first_page * page_tokens
-        return StepMemory(tuple(groups), tuple(self._supply.moves), first_step_slot)
+        versions = TableVersions(rows, tables.stamps.take(rows, axis=1))
+        return StepMemory(tuple(groups), versions, tuple(self._supply.moves), first_step_slot)
 
     def _replayed(self, row_of_token: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Which tokens are replayed (bool [T]): their full-attention KV is in the cache."""

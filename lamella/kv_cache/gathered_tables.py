@@ -8,8 +8,7 @@ import numpy as np
 
 from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.row_tables import RowTables
-
-NO_STAMP = -1
+from lamella.kv_cache.step_memory import NO_STAMP
 
 
 class GroupTables(NamedTuple):

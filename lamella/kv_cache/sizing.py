@@ -57,6 +57,22 @@ def decode_table_widths(
     return tuple(widths)
 
 
+def table_line_widths(
+    layout: KVLayout, *, max_model_len: int, chunk_tokens: int, interval_tokens: int, num_blocks_more: int = 1
+) -> tuple[int, ...]:
+    """Blocks of each group that the block table of any request covers, at most: as it has with a chunk in flight and
+    the next one planned, and a slide that comes a step late. Without a window, all blocks of a request."""
+    most = request_pages(
+        layout,
+        max_model_len=max_model_len,
+        chunk_tokens=2 * chunk_tokens,
+        interval_tokens=interval_tokens,
+        num_blocks_more=num_blocks_more,
+    )
+    whole = ceil_div(max_model_len, layout.page_tokens)
+    return tuple(min(count + 1, whole) for count in most)
+
+
 def request_slabs(
     layout: KVLayout, *, max_model_len: int, chunk_tokens: int, interval_tokens: int, num_blocks_more: int = 1
 ) -> int:

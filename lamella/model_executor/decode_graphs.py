@@ -2,8 +2,9 @@
 
 A graph is captured for each of a few batch sizes; a step takes the smallest that holds it, and the rows left over are
 padding that reads and writes nothing. What a graph launches is fixed when it is captured, so a step's numbers can reach
-it only through memory. Everything that differs from step to step is therefore in `DecodeBuffers`, whose addresses never
-change; what the host decides (grids, strides) follows from the batch size and the tables' fixed widths.
+it only through memory. Everything that differs from step to step is therefore in `DecodeBuffers` and the block tables
+by row (`DeviceTables`), whose addresses do not change; what the host decides (grids, strides) follows from the batch
+size and fixed widths.
 
 The graph ends with the last hidden states. Logits and sampling are launched after it. Logits are as wide as the
 vocabulary, so keeping some for each graph would take more memory than all else, and launching two or three kernels
@@ -20,7 +21,8 @@ import torch
 
 from lamella.kv_cache.page_transfers import PageCopies
 from lamella.kv_cache.step_memory import GroupPlan
-from lamella.model_executor.step_buffers import NO_SLOT, NULL_PAGE, PackedShape, StepInputs, StepUpload
+from lamella.model_executor.device_tables import DeviceTables
+from lamella.model_executor.step_buffers import NO_SLOT, NULL_PAGE, PackedShape, StepInputs, StepUpload, send_step
 from lamella.model_executor.step_plan import SamplingBatch, StepPlan
 
 LARGEST_BATCH = 512
@@ -60,38 +62,38 @@ class CudaGraphs:
 
 
 class DecodeBuffers:
-    """Where graphs read a step, in memory that stays. Sized for `max_num_requests` rows and tables of `table_widths`
-    blocks per group."""
+    """Where graphs read a step, in memory that stays: arrays of `max_num_requests` rows, and the block tables.
+
+    table_widths: blocks of each group that a decoding request's table covers at most.
+    """
 
     def __init__(
-        self, device: torch.device, *, max_num_requests: int, table_widths: Sequence[int], page_tokens: int
+        self, tables: DeviceTables, *, max_num_requests: int, table_widths: Sequence[int], page_tokens: int
     ) -> None:
-        shape = PackedShape(max_num_requests, max_num_requests, tuple(table_widths))
-        self.page_tokens = page_tokens
-        self.packed = torch.zeros(shape.num_fixed, dtype=torch.int64, device=device)
-        self.tables = [
-            torch.full((max_num_requests, width), NULL_PAGE, dtype=torch.int64, device=device) for width in table_widths
-        ]
+        shape = PackedShape(max_num_requests, max_num_requests, len(table_widths))
+        self.page_tokens, self.table_widths = page_tokens, tuple(table_widths)
+        tables.reserve(max_num_requests, table_widths)
+        self.tables, self._entries = tables, tables.entries
+        self.packed = torch.zeros(shape.num_fixed, dtype=torch.int64, device=tables.entries.device)
 
     def inputs(self, num_requests: int) -> StepInputs:
         """The inputs of a batch of that size. Their arrays on the host are those of padding and say nothing of any
         step."""
-        widths = tuple(table.shape[1] for table in self.tables)
-        tables = [table[:num_requests] for table in self.tables]
-        plan = padding_plan(num_requests, widths)
-        return PackedShape(num_requests, num_requests, widths).inputs(self.packed, tables, plan, self.page_tokens)
+        plan = padding_plan(num_requests, self.table_widths)
+        shape = PackedShape(num_requests, num_requests, len(self.table_widths))
+        return shape.inputs(self.packed, self.tables, plan, self.page_tokens)
 
-    def needs(self, plan: StepPlan) -> list[int]:
-        """Columns of each group's block tables up to the last one that a request of the plan has a block for."""
+    def holds(self, plan: StepPlan) -> bool:
+        """Whether the plan's block tables are no wider than a graph's launches reach, and are where graphs read."""
         num_blocks = -(-plan.seq_lens // self.page_tokens)
-        return [int((num_blocks - group.first_blocks).max(initial=0)) for group in plan.groups]
+        needs = [int((num_blocks - group.first_blocks).max(initial=0)) for group in plan.groups]
+        if any(need > width for need, width in zip(needs, self.table_widths, strict=True)):
+            return False
+        return self.tables.entries is self._entries
 
     def load(self, packed: torch.Tensor, shape: PackedShape) -> None:
-        """Take in a step of one token for each request. Columns of its tables that do not fit here hold no blocks."""
+        """Take in a step of one token for each request; its changes are in the tables."""
         self.packed[: shape.num_fixed].copy_(packed[: shape.num_fixed])
-        for target, table in zip(self.tables, shape.tables(packed), strict=True):
-            width = min(target.shape[1], table.shape[1])
-            target[: shape.num_requests, :width].copy_(table[:, :width])
 
 
 class DecodeGraphs:
@@ -114,11 +116,12 @@ class DecodeGraphs:
         self._upload = upload
         self._replays: dict[int, Callable[[], object]] = {}
         largest = int(self.sizes[-1])
-        self._load(padding_plan(0, (0,) * len(buffers.tables)), largest)
+        padding = padding_plan(0, (0,) * len(buffers.table_widths))
+        self.load(padding, largest)
         # [largest batch, width]: the results of the last replay.
         self.hidden = torch.empty_like(forward(buffers.inputs(largest)))
         for size in self.sizes[::-1].tolist():
-            self._load(padding_plan(0, (0,) * len(buffers.tables)), size)
+            self.load(padding, size)
             self._replays[size] = maker.capture(_Pass(forward, buffers, size, self.hidden))
 
     def size_for(self, plan: StepPlan) -> int | None:
@@ -126,27 +129,21 @@ class DecodeGraphs:
         a table is larger than any graph's."""
         num_requests = len(plan.seq_lens)
         index = int(np.searchsorted(self.sizes, num_requests))
-        if plan.num_decodes < num_requests or index == len(self.sizes):
-            return None
-        widths = [table.shape[1] for table in self.buffers.tables]
-        if any(need > width for need, width in zip(self.buffers.needs(plan), widths, strict=True)):
+        if plan.num_decodes < num_requests or index == len(self.sizes) or not self.buffers.holds(plan):
             return None
         return int(self.sizes[index])
 
     def load(self, plan: StepPlan, size: int) -> torch.Tensor:
         """Bring the plan where the graph of `size` reads it. Returns the token ids there, int64 [size]: they may be
         changed before `replay`."""
-        self._load(plan, size)
+        packed, shape = send_step(self._upload, self.buffers.tables, plan, num_requests=size)
+        self.buffers.load(packed, shape)
         return self.buffers.packed[:size]
 
     def replay(self, size: int, num_requests: int) -> torch.Tensor:
         """Run what was loaded: hidden states [num_requests, width], which hold until the next replay."""
         self._replays[size]()
         return self.hidden[:num_requests]
-
-    def _load(self, plan: StepPlan, size: int) -> None:
-        shape = PackedShape.of(plan).padded_to(size)
-        self.buffers.load(self._upload.send(plan, shape), shape)
 
 
 class _Pass:

@@ -30,11 +30,13 @@ GRAPH_OVERHEAD_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class LargestBatch:
-    """Bounds that no step exceeds. table_widths: blocks that a decoding request's table covers, of each group."""
+    """Bounds that no step exceeds. Blocks of each group: table_widths, that a decoding request's table covers;
+    line_widths, that any request's does."""
 
     num_requests: int
     num_tokens: int
     table_widths: tuple[int, ...]
+    line_widths: tuple[int, ...]
 
 
 class MemoryMeter(Protocol):
@@ -104,6 +106,8 @@ def profile_memory(
     device = stack.device
     arena = allocate_arena(layout, 1, device)
     runner = ModelRunner(stack, backend, layout, attention_specs, arena, kv_dtype=kv_dtype, prunes=False)
+    runner.reserve_tables(largest.num_requests, largest.line_widths)
+    tables_bytes = runner.tables.num_bytes
     plans = prompts_plan(layout, largest), decodes_plan(layout, largest)
     try:
         for plan in plans:  # first, so that kernels are compiled and libraries have their workspaces
@@ -122,7 +126,7 @@ def profile_memory(
         total_bytes=total_bytes,
         foreign_bytes=total_bytes - meter.free_bytes() - held_bytes,
         weights_bytes=held_bytes,
-        step_bytes=step_bytes,
+        step_bytes=step_bytes + tables_bytes,
         graph_bytes=graph_bytes,
     )
 

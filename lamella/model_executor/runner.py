@@ -14,14 +14,21 @@ from lamella.attention.contract import AttentionBackend, AttentionParams
 from lamella.attention.metadata import require_covering_tables, to_device
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import KVCacheSpec
-from lamella.model_executor.decode_graphs import DecodeBuffers, DecodeGraphs, GraphMaker, batch_sizes
+from lamella.model_executor.decode_graphs import (
+    CAPTURABLE_BACKENDS,
+    DecodeBuffers,
+    DecodeGraphs,
+    GraphMaker,
+    batch_sizes,
+)
+from lamella.model_executor.device_tables import DeviceTables
 from lamella.model_executor.layers.contract import HeadScores
 from lamella.model_executor.receptive_field import ReceptiveField
 from lamella.model_executor.sampling.head_sampling import sample_from_head
 from lamella.model_executor.sampling.sampler import Sampler
 from lamella.model_executor.sampling.sampler_choice import choose_sampler
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
-from lamella.model_executor.step_buffers import PackedShape, StepInputs, StepUpload, host_inputs
+from lamella.model_executor.step_buffers import StepInputs, StepUpload, host_inputs, send_step
 from lamella.model_executor.step_plan import StepPlan, StepResult
 from lamella.model_executor.weights.kv_scales import KVScales
 
@@ -41,9 +48,16 @@ class RunnableModel(Protocol):
         """specs: what each layer sees (not how long its KV is kept)."""
         ...
 
-    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
-        """token_ids, positions: int64 [T], the tokens that the first layer takes in. Returns [S, width], a row for each
-        token that leaves the last layer."""
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: StepAttention,
+        is_long: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """token_ids, positions: int64 [T], the tokens that the first layer takes in; is_long: bool [T], which take the
+        rotary embedding of long texts, None: none. Returns [S, width], a row for each token that leaves the last
+        layer."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | HeadScores:
@@ -99,6 +113,9 @@ class ModelRunner:
         self.device = arena.device
         self.graphs: DecodeGraphs | None = None
         self._upload = StepUpload(arena.device)
+        self.tables = DeviceTables(arena.device, layout)
+        # Kernels for devices read what is sent to one, and so they do where they are interpreted on a CPU.
+        self._reads_host = arena.device.type == "cpu" and backend.name not in CAPTURABLE_BACKENDS
         # The samples of the step launched last.
         self._last_token_ids = torch.zeros(0, dtype=torch.int64, device=arena.device)
         self.places = []
@@ -123,13 +140,21 @@ class ModelRunner:
         self._seen_specs = list(dict.fromkeys((place.group, place.params.spec) for place in self.places))
 
     @torch.inference_mode()
+    def reserve_tables(self, num_rows: int, table_widths: Sequence[int]) -> None:
+        """Make room on the device for the block tables of so many rows, and so many blocks of each group. Where it does
+        not suffice it grows with a step; graphs that were captured before then run no more. On a CPU whose backend
+        reads the plans' own arrays there is none."""
+        if not self._reads_host:
+            self.tables.reserve(num_rows, table_widths)
+
+    @torch.inference_mode()
     def capture_decodes(self, maker: GraphMaker, *, max_num_seqs: int, table_widths: Sequence[int]) -> None:
         """From now on run steps that only decode as graphs made by `maker`, where they fit: up to `max_num_seqs`
         requests and block tables of `table_widths` per group. Once, and only on a backend whose launches do not depend
         on the metadata's host arrays (`CAPTURABLE_BACKENDS`)."""
         sizes = batch_sizes(max_num_seqs)
         buffers = DecodeBuffers(
-            self.arena.device,
+            self.tables,
             max_num_requests=sizes[-1],
             table_widths=table_widths,
             page_tokens=self.layout.page_tokens,
@@ -197,11 +222,10 @@ class ModelRunner:
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         page_tokens = self.layout.page_tokens
-        if self.arena.device.type == "cpu":
+        if self._reads_host:
             return host_inputs(plan, page_tokens)
-        shape = PackedShape.of(plan)
-        packed = self._upload.send(plan, shape)
-        return shape.inputs(packed, shape.tables(packed), plan, page_tokens)
+        packed, shape = send_step(self._upload, self.tables, plan)
+        return shape.inputs(packed, self.tables, plan, page_tokens)
 
     def _forward(
         self,

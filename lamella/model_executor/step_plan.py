@@ -8,7 +8,7 @@ import numpy as np
 
 from lamella.errors import InvariantError
 from lamella.kv_cache.page_transfers import PageMoves
-from lamella.kv_cache.step_memory import GroupPlan
+from lamella.kv_cache.step_memory import GroupPlan, TableVersions
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,8 @@ class StepPlan:
     token_sources: np.ndarray | None = None
     # bool [R]: whose texts take the rotary embedding of long ones, where a model has two. None: none do.
     is_long_text: np.ndarray | None = None
+    # None: no block manager made the plan. Request i's tables are row i's, and nothing is known of what was there.
+    tables: TableVersions | None = None
 
     def __post_init__(self) -> None:
         num_sampled, num_new = self.num_sampled, self.query_start[1:] - self.query_start[:-1]

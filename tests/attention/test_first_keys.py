@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamella.attention.contract import AttentionBackend
-from lamella.attention.metadata import window_kv_indices
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.torch_backend import TorchBackend
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
@@ -130,21 +129,6 @@ def batches(draw: st.DrawFn) -> list[Ragged]:
 @settings(max_examples=30, deadline=None, derandomize=True)
 def test_any_batch(backend: AttentionBackend, requests: list[Ragged], rule: str, page_tokens: int, seed: int) -> None:
     assert_dense(rule, requests, backend, page_tokens=page_tokens, seed=seed)
-
-
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "window 1"])
-def test_window_slots_start_at_the_first_key(rule: str) -> None:
-    requests = [request for request in edge_requests() if request.num_new == 1]
-    case = make_case(RULES[rule][0], [*requests, Ragged(5, 3, 4)], num_heads=4, page_tokens=3)
-    metadata = case.metadata
-    indptr, indices = window_kv_indices(case.params.spec, metadata)
-    assert len(indptr) == len(requests) + 1
-    for i, request in enumerate(requests):
-        expected = []
-        for key in range(lowest_key(rule, request, 20), 21):
-            page = int(metadata.block_tables_host[i, key // 3 - metadata.first_blocks_host[i]])
-            expected.append(page * 3 + key % 3)
-        assert indices[indptr[i] : indptr[i + 1]].tolist() == expected
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)

@@ -81,7 +81,7 @@ def test_neighbours_of_one_request_stay_one():
         (some.seq_lens_host, some.seq_lens),
         (some.first_blocks_host, some.first_blocks),
         (some.first_keys_host, some.first_keys),
-        (some.block_tables_host, some.block_tables),
+        (some.block_tables_host, some.block_tables[some.table_rows]),
     ):
         assert tensor.tolist() == on_host.tolist()
     assert metadata.of_tokens(np.array([3, 9])) is metadata.of_tokens(np.array([3, 9]))

@@ -19,7 +19,7 @@ from lamella.attention.contract import AttentionBackend, attend
 from lamella.attention.triton.backend import TritonBackend
 from lamella.attention.triton.tuning import Tile
 from tests.helpers.attention_cases import AttentionCase, Ragged, make_case, nan_arena
-from tests.helpers.triton_cases import SEGMENT_TOKENS, assert_like_reference, make_spec, on_device
+from tests.helpers.triton_cases import SEGMENT_TOKENS, assert_like_reference, by_row, make_spec, on_device
 
 SOURCE = Path(kernels.__file__).parent
 TILE = Tile(block_m=16, block_n=16, num_warps=4, num_stages=2)
@@ -50,6 +50,13 @@ def check_case(make: Callable[[], AttentionCase]) -> Callable[[AttentionBackend]
 @check_case
 def sliding_decodes() -> AttentionCase:
     return make_case(make_spec("window", 33), [Ragged(70), Ragged(20)], num_heads=2, page_tokens=8, num_null_columns=2)
+
+
+def lines_that_wrap_around(backend: AttentionBackend) -> None:
+    """Decodes and prefills of windows whose tables are a device's lines, which begin again at their left end."""
+    requests = [Ragged(70), Ragged(20), Ragged(5), Ragged(33, 1, 30), Ragged(44, 9)]
+    case = make_case(make_spec("window", 20), requests, num_heads=2, page_tokens=4)
+    assert_like_reference(by_row(case, [6, 2, 0, 5, 3]), backend)
 
 
 @check_case
@@ -179,7 +186,7 @@ FAULTS = {
         "decode", "(positions >= first) & (positions < seq_len)", "positions < seq_len", sliding_decodes
     ),
     "first key ignored in decode": Fault(
-        "decode", "first_key = tl.load(first_keys + request).to(tl.int32)", "first_key = 0", resumed_decodes
+        "decode", "first = tl.load(first_keys + request).to(tl.int32)", "first = seq_len * 0", resumed_decodes
     ),
     "segments do not start anew": Fault(
         "decode", "largest = tl.where(tile % segment_tiles == 0", "largest = tl.where(tile < 0", long_decodes
@@ -263,6 +270,33 @@ FAULTS = {
     "weight 0 times NaN": Fault("prefill", "v = tl.where(finite, v, 0.0).to(v.dtype)", "v = v", poisoned_prefill),
     "first key ignored in prefill": Fault(
         "prefill", "first_key = tl.load(first_keys + request).to(tl.int32)", "first_key = 0", sliding_prefills
+    ),
+    "lines do not wrap around in lists": Fault(
+        "window_indices", "line + block % table_width", "line + block", lines_that_wrap_around
+    ),
+    "lines do not wrap around in prefill": Fault(
+        "prefill", "columns >= wrap_block, columns - table_width", "columns < 0, columns", lines_that_wrap_around
+    ),
+    "prefill takes a request's number for its row": Fault(
+        "prefill", "tl.load(table_rows + request) * table_stride", "request * table_stride", lines_that_wrap_around
+    ),
+    "lists take a request's number for its row": Fault(
+        "window_indices",
+        "tl.load(table_rows + request) * table_stride",
+        "request * table_stride",
+        lines_that_wrap_around,
+    ),
+    "a list begins where the one before does": Fault(
+        "window_indices", "range(0, request, BLOCK)", "range(0, request - 1, BLOCK)", lines_that_wrap_around
+    ),
+    "the last page is not listed": Fault(
+        "window_indices", "tl.cdiv(seq_len, PAGE_TOKENS)", "seq_len // PAGE_TOKENS", lines_that_wrap_around
+    ),
+    "first key ignored in lists": Fault(
+        "window_indices",
+        "tl.store(window_first_keys + request, first)",
+        "tl.store(window_first_keys + request, first // PAGE_TOKENS * PAGE_TOKENS)",
+        lines_that_wrap_around,
     ),
     "tiles of the request before": Fault("prefill", "below = begin <= tile", "below = begin < tile", sliding_prefills),
 }

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamella.attention.triton.backend import MAX_SEGMENTS, SEGMENT_TOKENS
-from lamella.attention.triton.decode import count_scratch_segments, segment_length
+from lamella.attention.triton.decode import count_scratch_segments
 from tests.helpers.attention_cases import AttentionCase, Ragged, make_case
 from tests.helpers.triton_cases import assert_like_reference, make_spec, on_device, small_backend
 
@@ -106,17 +105,12 @@ def test_every_request_fits() -> None:
         most = 0
         for seq_len in range(1, 321):
             first = 0 if reach is None else max(0, seq_len - reach)
-            segment = segment_length(seq_len if reach is None else min(seq_len, reach), **SMALL)
+            segment = SMALL["segment_tokens"]
+            while segment * SMALL["max_segments"] < min(seq_len, reach or seq_len):
+                segment *= 2
             most = max(most, len({position // segment for position in range(first, seq_len)}))
         assert most <= room
         assert room - most <= 1
-
-
-def test_how_long_segments_are() -> None:
-    """By hand: 256 tokens up to 64 of them, then powers of two."""
-    lengths = {1: 256, 16_384: 256, 16_385: 512, 32_768: 512, 131_072: 2048, 1_000_000: 16_384}
-    for seen_tokens, expected in lengths.items():
-        assert segment_length(seen_tokens, segment_tokens=SEGMENT_TOKENS, max_segments=MAX_SEGMENTS) == expected
 
 
 def test_what_is_launched_follows_from_the_tables_width() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 
-import numpy as np
 import pytest
 
 from lamella import (
@@ -14,8 +13,6 @@ from lamella import (
     ConfigError,
     Engine,
     EngineClosedError,
-    EngineConfig,
-    LamellaError,
     RequestError,
     RequestOutputKind,
     SamplingParams,
@@ -41,82 +38,6 @@ def llm(folder):
 
 def tokens(output) -> list[int]:
     return list(output.outputs[0].token_ids)
-
-
-def test_prompts_of_every_form_in_one_call_come_back_in_order(llm):
-    text = "the quick brown fox"
-    ids = llm.get_tokenizer().encode(text)
-    prompts = [
-        text,
-        {"prompt": text},
-        ids,
-        np.array(ids),
-        {"prompt_token_ids": ids},
-        {"prompt_token_ids": ids, "prompt": "x"},
-    ]
-    outputs = llm.generate([*prompts, "the cat sat"], GREEDY, use_tqdm=False)
-    assert [output.prompt for output in outputs] == [text, text, None, None, None, "x", "the cat sat"]
-    assert all(list(output.prompt_token_ids) == ids for output in outputs[:6])
-    assert len({tuple(tokens(output)) for output in outputs[:6]}) == 1
-    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
-    assert outputs[0].outputs[0].text == llm.get_tokenizer().decode(tokens(outputs[0]))
-
-
-def test_one_prompt_or_many(llm):
-    single = llm.generate("the cat", GREEDY, use_tqdm=False)
-    assert len(single) == 1
-    ids = list(single[0].prompt_token_ids)
-    assert [tokens(output) for output in llm.generate(ids, GREEDY, use_tqdm=False)] == [tokens(single[0])]
-    assert llm.generate([], GREEDY, use_tqdm=False) == []
-
-
-def test_one_sampling_params_each(llm):
-    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (3, 1, 5)]
-    outputs = llm.generate(["a", "a", "a"], params, use_tqdm=False)
-    assert [len(tokens(output)) for output in outputs] == [3, 1, 5]
-    with pytest.raises(RequestError, match="2 entries for 3 prompts"):
-        llm.generate(["a", "b", "c"], params[:2], use_tqdm=False)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ([], "empty"),
-        ([5, 320], r"token 1 is 320: must lie in \[0, 319\]"),
-        ([5, -1], "token 1 is -1"),
-        ([5, 2.5], "token 1 is 2.5"),
-        ([True, 4], "token 0 is True"),
-        ([7] * 128, "128 tokens.*at most 127"),
-        ({"text": "x"}, "keys"),
-        ({"prompt": "x", "stop": "y"}, "keys"),
-        ({"prompt_token_ids": "abc"}, "prompt is str"),
-        ({"prompt_token_ids": None}, "keys"),
-        ({"prompt": 5}, "must be a string"),
-        (5, "prompt"),
-        ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
-    ],
-)
-def test_a_bad_prompt_is_refused_before_anything_runs(llm, prompt, message):
-    with pytest.raises(RequestError, match=message) as refused:
-        llm.generate(["the cat", prompt], GREEDY, use_tqdm=False)
-    assert "prompts[1]" in str(refused.value)
-    assert llm.engine.stats().num_steps == 0
-    assert not llm.engine.has_unfinished_requests()
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (SamplingParams(stop_token_ids=[320]), "stop_token_ids has 320"),
-        (SamplingParams(min_tokens=128, max_tokens=200), "min_tokens=128"),
-        (SamplingParams(logprobs=321), "logprobs=321"),
-        ({"temperature": 0}, "must be a SamplingParams"),
-    ],
-)
-def test_parameters_that_do_not_fit_the_model_are_refused(llm, params, message):
-    with pytest.raises(RequestError, match=message):
-        llm.generate(["a b"], [params], use_tqdm=False)
-    assert llm.engine.stats().num_steps == 0
 
 
 def test_output_is_cut_at_max_model_len(llm):
@@ -268,31 +189,6 @@ def test_a_failing_step_harms_nothing(folder, monkeypatch):
         assert [tokens(finished[name]) for name in ("0", "1")] == expected
 
 
-def test_generate_after_an_interrupt_starts_clean(llm, monkeypatch):
-    step = llm.engine.step
-    calls = []
-
-    def interrupted():
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return step()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(["the cat", "a window"], GREEDY, use_tqdm=False)
-    assert not llm.engine.has_unfinished_requests()
-    assert all(usage.owned == 0 for usage in llm.engine.stats().pages.values())
-    assert len(llm.generate(["the cat"], GREEDY, use_tqdm=False)) == 1
-
-
-def test_generate_refuses_while_add_request_is_in_use(llm):
-    llm.engine.add_request("mine", "the cat", GREEDY)
-    with pytest.raises(LamellaError, match="1 requests from add_request"):
-        llm.generate("the cat", GREEDY, use_tqdm=False)
-
-
 def test_two_engines_live_side_by_side(folder, tmp_path):
     save_tiny_gemma(tmp_path, seed=1)
     with LLM(folder, **ARGUMENTS) as first, LLM(str(tmp_path), **ARGUMENTS) as second:
@@ -346,47 +242,11 @@ def test_inspect_shows_the_parts_at_work_and_cannot_be_written_to(llm):
     engine.abort("a")
 
 
-def test_chat_renders_the_template(llm):
-    messages = [{"role": "user", "content": "the cat"}]
-    outputs = llm.chat([messages, messages], GREEDY, use_tqdm=False)
-    assert outputs[0].prompt == "<bos><turn>user\nthe cat</turn>\n<turn>model\n"
-    assert list(outputs[0].prompt_token_ids).count(llm.get_tokenizer().bos_token_id) == 1
-    assert tokens(outputs[0]) == tokens(outputs[1])
-    custom = llm.chat(messages, GREEDY, use_tqdm=False, chat_template="{{ messages[0]['content'] }}!")
-    assert custom[0].prompt == "the cat!"
-    for bad in ([], "hello", [{"role": "user"}], [[]]):
-        with pytest.raises(RequestError, match="messages"):
-            llm.chat(bad, GREEDY, use_tqdm=False)
-
-
 def test_unknown_arguments_raise(folder):
     with pytest.raises(TypeError, match="max_num_seq"):
         LLM(folder, max_num_seq=4)
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"page_size": 0}, "page_size=0"),
-        ({"max_num_seqs": 0}, "max_num_seqs=0"),
-        ({"max_num_seqs": True}, "max_num_seqs=True"),
-        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "max_num_batched_tokens=8 is below max_num_seqs=9"),
-        ({"load_format": "pickle"}, "load_format='pickle'"),
-        ({"dtype": "int8"}, "dtype='int8'"),
-        ({"attention_backend": "flash"}, "attention_backend='flash'"),
-        ({"kv_cache_memory_fraction": 0}, "kv_cache_memory_fraction=0"),
-        ({"max_model_len": 0}, "max_model_len=0"),
-        ({"max_model_len": "long"}, "max_model_len='long'"),
-        ({"swa_eviction_interval": 0}, "swa_eviction_interval=0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"model": ""}, "model=''"),
-    ],
-)
-def test_bad_engine_arguments_are_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig(**{"model": "m", **arguments})
 
 
 def test_lengths_and_memory_are_checked_at_start(folder):
@@ -423,26 +283,3 @@ def test_salted_prompts_share_nothing(llm):
     for salt, hits in (("a", 0), ("b", 0), ("a", 49)):
         salted = {"prompt_token_ids": prompt, "cache_salt": salt}
         assert llm.generate([salted], GREEDY, use_tqdm=False)[0].num_cached_tokens == hits
-
-
-def test_the_progress_bar_counts_tokens(llm):
-    made = []
-
-    class Recorder:
-        def __init__(self, **kwargs):
-            self.format_dict = {"elapsed": 2.0}
-            self.total, self.updates, self.postfix, self.closed = kwargs["total"], 0, "", False
-            made.append(self)
-
-        def set_postfix_str(self, text, refresh):
-            self.postfix = text
-
-        def update(self):
-            self.updates += 1
-
-        def close(self):
-            self.closed = True
-
-    llm.generate([[5] * 4, [6] * 6], GREEDY, use_tqdm=Recorder)
-    assert (made[0].total, made[0].updates, made[0].closed) == (2, 2, True)
-    assert made[0].postfix == "in 5.0 tok/s, out 8.0 tok/s"

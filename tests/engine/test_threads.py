@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from lamella import LLM, Engine, EngineClosedError, LamellaError, SamplingParams
-from lamella.engine.turns import Turns
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 ARGUMENTS = {"max_model_len": 512, "kv_cache_memory_bytes": 2**23, "max_num_seqs": 4, "check_invariants": True}
@@ -124,34 +122,3 @@ def test_steps_of_another_thread_in_the_midst_of_generate_are_named(saved):
         thread.join()
         assert [type(error) for error in raised] == [LamellaError]
         assert "while generate ran" in str(raised[0])
-
-
-def test_a_thread_that_waits_is_next():
-    turns, has_had_its_turn = Turns(), threading.Event()
-    waiting = threading.Thread(target=turns.run, args=(has_had_its_turn.set,))
-
-    def hold():
-        waiting.start()
-        while not turns.num_waiting:
-            time.sleep(0.001)
-        turns.run(lambda: None)  # its holder may
-        assert not has_had_its_turn.is_set()
-
-    turns.run(hold)
-    assert turns.run(has_had_its_turn.is_set)
-    waiting.join()
-
-
-def test_a_turn_that_raises_is_over():
-    turns, has_had_its_turn = Turns(), threading.Event()
-
-    def interrupted():
-        turns.run(lambda: None)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        turns.run(interrupted)
-    other = threading.Thread(target=turns.run, args=(has_had_its_turn.set,), daemon=True)
-    other.start()
-    assert has_had_its_turn.wait(60)
-    assert not turns.num_waiting

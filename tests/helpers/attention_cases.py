@@ -283,6 +283,7 @@ def make_metadata(
         num_decodes=num_decodes,
         query_start=torch.from_numpy(query_start),
         seq_lens=torch.from_numpy(seq_lens),
+        table_rows=torch.arange(len(seq_lens)),
         first_blocks=torch.from_numpy(first_blocks),
         first_keys=torch.from_numpy(first_keys),
         block_tables=torch.from_numpy(block_tables),

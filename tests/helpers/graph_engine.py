@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from lamella import Engine, SamplingParams
-from lamella.kv_cache.sizing import decode_table_widths
+from lamella.kv_cache.sizing import decode_table_widths, table_line_widths
+from lamella.kv_cache.step_memory import NO_STAMP, TableVersions
+from lamella.model_executor.device_tables import table_versions
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.step_plan import StepPlan
 from tests.helpers.recorded_graphs import RecordedGraphs
@@ -47,6 +49,13 @@ def capture(engine: Engine) -> RecordedGraphs:
     widths = decode_table_widths(
         loaded.layout, max_model_len=MAX_MODEL_LEN, interval_tokens=loaded.manager.settings.interval_tokens
     )
+    lines = table_line_widths(
+        loaded.layout,
+        max_model_len=MAX_MODEL_LEN,
+        chunk_tokens=engine.config.max_num_batched_tokens,
+        interval_tokens=loaded.manager.settings.interval_tokens,
+    )
+    loaded.runner.reserve_tables(engine.config.max_num_seqs, lines)
     loaded.runner.capture_decodes(maker, max_num_seqs=engine.config.max_num_seqs, table_widths=widths)
     return maker
 
@@ -93,7 +102,15 @@ def padded(plan: StepPlan, size: int) -> StepPlan:
         num_sampled=extend(plan.num_sampled, 0),
         num_decodes=size,
         groups=groups,
+        tables=None if plan.tables is None else padded_versions(plan.tables, missing),
     )
+
+
+def padded_versions(tables: TableVersions, missing: int) -> TableVersions:
+    """Requests without keys have the lines of rows that are not in the plan: nobody reads them."""
+    others = np.setdiff1d(np.arange(len(tables.rows) + missing + tables.rows.max()), tables.rows)[:missing]
+    stamps = np.full((len(tables.stamps), missing), NO_STAMP)
+    return TableVersions(np.concatenate([tables.rows, others]), np.concatenate([tables.stamps, stamps], axis=1))
 
 
 def written_bytes(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
@@ -111,10 +128,22 @@ def written_bytes(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
     return is_written.to(runner.arena.device)
 
 
+def live_entries(plan: StepPlan, group: int, table: torch.Tensor) -> torch.Tensor:
+    """Which entries of a device's table (bool [rows, width]) the plan's requests have, one at a time."""
+    is_live = torch.zeros(table.shape, dtype=torch.bool, device=table.device)
+    first_blocks = plan.groups[group].first_blocks.tolist()
+    for row, first, length in zip(
+        table_versions(plan).rows.tolist(), first_blocks, plan.seq_lens.tolist(), strict=True
+    ):
+        for block in range(first, -(-length // PAGE_TOKENS)):
+            is_live[row, block % table.shape[1]] = True
+    return is_live
+
+
 class CheckedReplays:
     """Wraps a runner's graph steps: hidden states and every byte of the KV memory are those of an eager pass over the
-    same batch, padded here, and nothing but the plan's slots is written. What earlier steps left in the graphs' block
-    tables is pointed at the null page, which is NaN.
+    same batch, padded here, and nothing but the plan's slots is written. All entries of the block tables that are none
+    of the plan's requests are pointed at the null page, which is NaN, while the graph runs.
 
     steps: (requests, batch size of the graph) of each.
     """
@@ -128,10 +157,21 @@ class CheckedReplays:
     def __call__(self, plan: StepPlan, size: int) -> torch.Tensor:
         runner, arena = self.runner, self.runner.arena
         self.steps.append((len(plan.seq_lens), size))
-        for table in runner.graphs.buffers.tables:
-            table.fill_(0)
+        replay, entries = runner.graphs.replay, runner.tables.entries
         before = arena.clone()
+
+        def replay_with_others_nulled(*arguments: int) -> torch.Tensor:
+            held = entries.clone()
+            for group, table in enumerate(runner.tables.tables):
+                table[~live_entries(plan, group, table)] = 0
+            hidden = replay(*arguments)
+            entries.copy_(held)
+            return hidden
+
+        runner.graphs.replay = replay_with_others_nulled
         hidden = self._run_graph(plan, size)
+        runner.graphs.replay = replay
+        assert runner.tables.entries is entries, "a graph reads where it was captured"
         after = arena.clone()
         arena.copy_(before)
         expected = runner._forward(runner._inputs(padded(plan, size)))

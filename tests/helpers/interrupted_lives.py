@@ -10,11 +10,12 @@ import itertools
 import random
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
-from typing import NamedTuple
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import lamella
 from lamella import Engine, RequestOutputKind, SamplingParams
@@ -24,6 +25,7 @@ from tests.helpers.simulation import full, sliding
 
 MAX_MODEL_LEN = 48
 PACKAGE = Path(lamella.__file__).parent
+TraceFunction = Callable[[FrameType, str, Any], Any]
 WATCHED = (PACKAGE / "engine", PACKAGE / "kv_cache")
 BASE = [(7 * position + position // 5) % 49 + 1 for position in range(40)]
 OTHER = [(11 * position + 3) % 49 + 1 for position in range(40)]
@@ -52,6 +54,10 @@ class Line(NamedTuple):
     def __str__(self) -> str:
         return f"{Path(self.code.co_filename).relative_to(PACKAGE)}:{self.line} ({self.code.co_name})"
 
+    def __hash__(self) -> int:
+        """By the code's identity: its own hash goes through all its instructions."""
+        return hash((id(self.code), self.line))
+
 
 # Functions whose last line nothing comes before that raises: what is done on the line above is returned there, and
 # Python runs no signal handler in between (see OutputProcessor). Only a tracer can raise there.
@@ -68,10 +74,11 @@ class LineCounter:
     """How often each watched line runs within it, and in which steps of the life."""
 
     def __init__(self) -> None:
-        self.counts: Counter[Line] = Counter()
+        self.counts: dict[Line, int] = {}
         self.steps: defaultdict[Line, dict[int, None]] = defaultdict(dict)
         self.step = 0
-        self._is_watched: dict[CodeType, bool] = {}
+        self._tracers: dict[int, TraceFunction | None] = {}  # by the code's id; None: it is not watched
+        self._codes: list[CodeType] = []  # kept, so that no other code gets the id of one
 
     def __enter__(self) -> None:
         sys.settrace(self._call)
@@ -81,17 +88,31 @@ class LineCounter:
 
     def _call(self, frame, event, argument):
         code = frame.f_code
-        if code not in self._is_watched:
-            self._is_watched[code] = any(Path(code.co_filename).is_relative_to(folder) for folder in WATCHED)
-        return self._count if self._is_watched[code] else None
+        try:
+            return self._tracers[id(code)]
+        except KeyError:
+            is_watched = any(Path(code.co_filename).is_relative_to(folder) for folder in WATCHED)
+            self._codes.append(code)
+            tracer = self._tracers[id(code)] = self._tracer(code) if is_watched else None
+            return tracer
 
-    def _count(self, frame, event, argument):
-        if event == "line":
-            line = Line(frame.f_code, frame.f_lineno)
-            if not is_out_of_reach(line):
-                self.counts[line] += 1
-                self.steps[line][self.step] = None
-        return self._count
+    def _tracer(self, code: CodeType) -> TraceFunction:
+        lines: dict[int, Line] = {}  # those of this code, so that a line is made once
+
+        def count(frame, event, argument):
+            if event == "line":
+                number = frame.f_lineno
+                line = lines.get(number)
+                if line is None:
+                    line = lines[number] = Line(code, number)
+                    if not is_out_of_reach(line):
+                        self.counts[line] = 0
+                if line in self.counts:
+                    self.counts[line] += 1
+                    self.steps[line][self.step] = None
+            return count
+
+        return count
 
 
 class Bomb(NamedTuple):
@@ -112,6 +133,7 @@ class Bombs:
     def __init__(self, bombs: list[Bomb]) -> None:
         self.left = list(bombs)
         self.step = 0
+        self._codes = {id(bomb.line.code) for bomb in bombs}
         self._num_passed: Counter[Bomb] = Counter()
 
     def __enter__(self) -> None:
@@ -122,9 +144,10 @@ class Bombs:
         sys.settrace(None)
 
     def _call(self, frame, event, argument):
-        for bomb in self.left:
-            if bomb.line.code is frame.f_code and bomb.step <= self.step:
-                return self._raise
+        if id(frame.f_code) in self._codes:  # of all calls but a few this is all that is asked
+            for bomb in self.left:
+                if bomb.line.code is frame.f_code and bomb.step <= self.step:
+                    return self._raise
         return None
 
     def _raise(self, frame, event, argument):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 
 from lamella.attention.contract import AttentionBackend
@@ -43,6 +44,23 @@ def metadata_on_device(metadata: AttentionMetadata) -> AttentionMetadata:
         if isinstance(getattr(metadata, field.name), torch.Tensor)
     }
     return dataclasses.replace(metadata, **tensors)
+
+
+def by_row(case: AttentionCase, rows: list[int]) -> AttentionCase:
+    """The case with its tables as a device has them: request i's in line rows[i], block b in column b % width. What is
+    no request's is page 0, which is NaN."""
+    host = case.metadata
+    width = host.block_tables_host.shape[1]
+    tables = torch.zeros(max(rows) + 2, width, dtype=torch.int64)
+    for row, first, line in zip(rows, host.first_blocks_host.tolist(), host.block_tables_host, strict=True):
+        tables[row, (first + np.arange(width)) % width] = torch.from_numpy(line)
+    metadata = dataclasses.replace(
+        host,
+        table_rows=torch.tensor(rows),
+        first_blocks=torch.zeros(len(rows), dtype=torch.int64),
+        block_tables=tables,
+    )
+    return dataclasses.replace(case, metadata=metadata)
 
 
 def on_device(case: AttentionCase) -> AttentionCase:

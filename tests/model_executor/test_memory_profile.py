@@ -80,7 +80,9 @@ LAYOUT = build_layout([full(), sliding(6)], page_tokens=4)
 
 @pytest.mark.parametrize("num_tokens", [5, 8, 13, 64])
 def test_prompts_are_all_tokens_of_all_requests(num_tokens):
-    plan = prompts_plan(LAYOUT, LargestBatch(num_requests=5, num_tokens=num_tokens, table_widths=(9, 3)))
+    plan = prompts_plan(
+        LAYOUT, LargestBatch(num_requests=5, num_tokens=num_tokens, table_widths=(9, 3), line_widths=(9, 5))
+    )
     lengths = np.diff(plan.query_start)
     assert len(lengths) == 5
     assert lengths.sum() == num_tokens == len(plan.token_ids) == len(plan.positions)
@@ -97,7 +99,7 @@ def test_prompts_are_all_tokens_of_all_requests(num_tokens):
 
 
 def test_decodes_have_the_widest_tables_up_to_one_newest_token():
-    plan = decodes_plan(LAYOUT, LargestBatch(num_requests=3, num_tokens=64, table_widths=(9, 3)))
+    plan = decodes_plan(LAYOUT, LargestBatch(num_requests=3, num_tokens=64, table_widths=(9, 3), line_widths=(9, 5)))
     assert plan.num_decodes == len(plan.token_ids) == len(plan.sample_requests) == 3
     assert plan.seq_lens.tolist() == [36] * 3
     assert plan.positions.tolist() == [35] * 3

@@ -10,48 +10,29 @@ import pytest
 import torch
 
 from lamella.attention.metadata import AttentionMetadata
-from lamella.model_executor.decode_graphs import padding_plan
-from lamella.model_executor.step_buffers import PackedShape, StepInputs, StepUpload, host_inputs
+from lamella.kv_cache.layout import KVLayout, build_layout
+from lamella.kv_cache.step_memory import TableVersions
+from lamella.model_executor.device_tables import DeviceTables
+from lamella.model_executor.step_buffers import PackedShape, StepInputs, StepUpload, host_inputs, send_step
 from lamella.model_executor.step_plan import StepPlan
+from tests.helpers import device_plans
+from tests.helpers.simulation import full, sliding
 
 PAGE_TOKENS = 8
 CPU = torch.device("cpu")
 
 
 def random_plan(seed: int, lengths: list[int], widths: tuple[int, ...] = (6, 3)) -> StepPlan:
-    """lengths: new tokens of each request."""
-    generator = np.random.default_rng(seed)
-    count, num_tokens = len(lengths), sum(lengths)
-
-    def numbers(*shape: int) -> np.ndarray:
-        return generator.integers(0, 10_000, size=shape)
-
-    plan = padding_plan(count, widths)
-    groups = tuple(
-        dataclasses.replace(
-            group,
-            block_tables=numbers(count, width),
-            first_blocks=numbers(count),
-            first_keys=numbers(count),
-            slot_mapping=numbers(num_tokens),
-        )
-        for group, width in zip(plan.groups, widths, strict=True)
-    )
-    return dataclasses.replace(
-        plan,
-        token_ids=numbers(num_tokens),
-        positions=numbers(num_tokens),
-        query_start=np.cumsum([0, *lengths]),
-        seq_lens=numbers(count),
-        num_decodes=lengths.count(1),
-        groups=groups,
-    )
+    return device_plans.random_plan(seed, lengths, widths, page_tokens=PAGE_TOKENS)
 
 
-def sent(upload: StepUpload, plan: StepPlan) -> StepInputs:
-    shape = PackedShape.of(plan)
-    packed = upload.send(plan, shape)
-    return shape.inputs(packed, shape.tables(packed), plan, PAGE_TOKENS)
+def layout_of(num_groups: int) -> KVLayout:
+    return build_layout([full(), *(sliding(4 + window) for window in range(num_groups - 1))], page_tokens=PAGE_TOKENS)
+
+
+def sent(upload: StepUpload, plan: StepPlan, tables: DeviceTables) -> StepInputs:
+    packed, shape = send_step(upload, tables, plan)
+    return shape.inputs(packed, tables, plan, PAGE_TOKENS)
 
 
 def check(inputs: StepInputs, plan: StepPlan) -> None:
@@ -61,11 +42,24 @@ def check(inputs: StepInputs, plan: StepPlan) -> None:
     for metadata, group in zip(inputs.metadata, plan.groups, strict=True):
         assert metadata.page_tokens == PAGE_TOKENS
         assert metadata.num_decodes == plan.num_decodes
-        for source, names in ((plan, ("query_start", "seq_lens")), (group, GROUP_ARRAYS)):
+        for source, names in ((plan, ("query_start", "seq_lens")), (group, ("first_keys", "slot_mapping"))):
             for name in names:
                 assert getattr(metadata, name).tolist() == getattr(source, name).tolist(), name
-                assert getattr(metadata, f"{name}_host", getattr(source, name)) is getattr(source, name), name
+        for source, names in ((plan, ("query_start", "seq_lens")), (group, ("first_blocks", "first_keys"))):
+            for name in names:
+                assert getattr(metadata, f"{name}_host") is getattr(source, name), name
+        assert metadata.block_tables_host is group.block_tables
         assert {tensor.dtype for tensor in tensors_of(metadata)} == {torch.int64}
+
+
+def check_tables(inputs: StepInputs, plan: StepPlan) -> None:
+    """Every block that a request has is where the metadata says, one at a time."""
+    for metadata, group in zip(inputs.metadata, plan.groups, strict=True):
+        for request, seq_len in enumerate(plan.seq_lens.tolist()):
+            line = metadata.block_tables[metadata.table_rows[request]]
+            for block in range(int(group.first_blocks[request]), -(-seq_len // PAGE_TOKENS)):
+                page = group.block_tables[request, block - group.first_blocks[request]]
+                assert line[(block - int(metadata.first_blocks[request])) % len(line)] == page
 
 
 GROUP_ARRAYS = ("first_blocks", "first_keys", "block_tables", "slot_mapping")
@@ -79,39 +73,58 @@ def tensors_of(metadata: AttentionMetadata) -> list[torch.Tensor]:
 STEPS = [[1], [1, 1, 1], [1, 1, 5, 9], [40], [1], [3, 2]]
 
 
-@pytest.mark.parametrize("widths", [(6, 3), (1,), (2, 0, 7)])
+@pytest.mark.parametrize("widths", [(6, 3), (1,), (2, 1, 7)])
 def test_what_arrives_is_the_plan(widths):
-    upload = StepUpload(CPU)
+    upload, tables = StepUpload(CPU), DeviceTables(CPU, layout_of(len(widths)))
     for seed, lengths in enumerate(STEPS):
         plan = random_plan(seed, lengths, widths)
-        check(sent(upload, plan), plan)
+        inputs = sent(upload, plan, tables)
+        check(inputs, plan)
+        check_tables(inputs, plan)
+
+
+def test_rows_go_with_the_plan():
+    """Requests that have other rows than their numbers, and stamps: the second time nothing has to be sent."""
+    plan = random_plan(5, [1, 1, 3])
+    stamps = np.arange(6).reshape(2, 3)
+    plan = dataclasses.replace(plan, tables=TableVersions(np.array([4, 0, 2]), stamps))
+    tables, upload = DeviceTables(CPU, layout_of(2)), StepUpload(CPU)
+    inputs = sent(upload, plan, tables)
+    assert [metadata.table_rows.tolist() for metadata in inputs.metadata] == [[4, 0, 2]] * 2
+    check_tables(inputs, plan)
+    assert send_step(upload, tables, plan)[1].num_changes == 0
 
 
 def test_padding():
     plan = random_plan(1, [1, 1], (3, 2))
-    shape = PackedShape.of(plan).padded_to(4)
-    packed = StepUpload(CPU).send(plan, shape)
-    inputs = shape.inputs(packed, shape.tables(packed), plan, PAGE_TOKENS)
+    tables = DeviceTables(CPU, layout_of(2))
+    tables.reserve(4, [3, 2])
+    packed, shape = send_step(StepUpload(CPU), tables, plan, num_requests=4)
+    inputs = shape.inputs(packed, tables, plan, PAGE_TOKENS)
     assert inputs.token_ids.tolist() == [*plan.token_ids, 0, 0]
     assert inputs.positions.tolist() == [*plan.positions, 0, 0]
+    check_tables(inputs, plan)
     for metadata, group in zip(inputs.metadata, plan.groups, strict=True):
         assert metadata.query_start.tolist() == [0, 1, 2, 3, 4]
-        assert metadata.seq_lens.tolist() == [*plan.seq_lens, 0, 0]
-        assert metadata.first_blocks.tolist() == [*group.first_blocks, 0, 0]
+        assert metadata.seq_lens.tolist() == [*plan.seq_lens, 0, 0], "no keys, so nobody looks at the table"
         assert metadata.first_keys.tolist() == [*group.first_keys, 0, 0]
         assert metadata.slot_mapping.tolist() == [*group.slot_mapping, -1, -1]
-        null_row = [-1] * group.block_tables.shape[1]
-        assert metadata.block_tables.tolist() == [*group.block_tables.tolist(), null_row, null_row]
+        assert metadata.first_blocks.tolist() == [0] * 4
+        assert (metadata.table_rows < len(metadata.block_tables)).all()
 
 
 def test_on_the_host_nothing_is_copied():
     plan = random_plan(2, [1, 1, 7])
     inputs = host_inputs(plan, PAGE_TOKENS)
     check(inputs, plan)
+    check_tables(inputs, plan)
     arrays = [plan.token_ids, plan.positions, plan.query_start, plan.seq_lens]
     arrays += [getattr(group, name) for group in plan.groups for name in GROUP_ARRAYS]
+    rows = inputs.metadata[0].table_rows
     tensors = [inputs.token_ids, inputs.positions, *(tensor for one in inputs.metadata for tensor in tensors_of(one))]
-    assert {tensor.data_ptr() for tensor in tensors} == {array.ctypes.data for array in arrays}
+    pointers = {tensor.data_ptr() for tensor in tensors if tensor is not rows}
+    assert pointers == {array.ctypes.data for array in arrays}
+    assert rows.tolist() == [0, 1, 2]
 
 
 class LateCopies:
@@ -137,22 +150,39 @@ class LateCopies:
             target.copy_(source)
 
 
+class Arriving:
+    """A plan that has been sent; its changes are not written before they arrive."""
+
+    def __init__(self, upload: StepUpload, tables: DeviceTables, plan: StepPlan) -> None:
+        self.plan, self.changes = plan, tables.changes(plan)
+        self.shape = PackedShape.of(plan, self.changes)
+        self.packed = upload.send(plan, self.shape, self.changes)
+        self.inputs = self.shape.inputs(self.packed, tables, plan, PAGE_TOKENS)
+
+    def check(self) -> None:
+        check(self.inputs, self.plan)
+        assert self.shape.num_changes > 0
+        for array, tensor in zip(self.changes, self.shape.changes(self.packed), strict=True):
+            assert tensor.tolist() == array.tolist()
+
+
 @pytest.mark.parametrize("growing", [True, False])
 def test_a_copy_that_runs_late_still_brings_its_own_step(growing):
     """The next step is sent while the last one's copy has not begun; larger ones need new memory."""
     copies = LateCopies()
-    upload = StepUpload(CPU, copies)
+    upload, tables = StepUpload(CPU, copies), DeviceTables(CPU, layout_of(2))
+    tables.reserve(30, [6, 3])
     lengths = [[2 + 3 * step] for step in range(8)]
     plans = [random_plan(step, each) for step, each in enumerate(lengths if growing else lengths[::-1])]
     arrived = []
     for step, plan in enumerate(plans):
-        arrived.append(sent(upload, plan))
+        arrived.append(Arriving(upload, tables, plan))
         assert copies.num_started == step + 1, "one copy a step"
         assert len(copies.pending) <= 2
     assert len(copies.pending) == 2, "planning a step waits for no copy of the last one"
     copies.run_until(len(plans))
-    for inputs, plan in zip(arrived, plans, strict=True):
-        check(inputs, plan)
+    for one in arrived:
+        one.check()
 
 
 def test_one_staging_buffer_would_not_do(monkeypatch):
@@ -168,10 +198,11 @@ def test_writing_without_waiting_is_noticed():
             return lambda: None
 
     copies = Careless()
-    upload = StepUpload(CPU, copies)
+    upload, tables = StepUpload(CPU, copies), DeviceTables(CPU, layout_of(2))
+    tables.reserve(30, [6, 3])
     plans = [random_plan(step, [9]) for step in range(3)]
-    arrived = [sent(upload, plan) for plan in plans]
+    arrived = [Arriving(upload, tables, plan) for plan in plans]
     copies.run_until(3)
-    check(arrived[1], plans[1])
+    arrived[1].check()
     with pytest.raises(AssertionError):
-        check(arrived[0], plans[0])
+        arrived[0].check()

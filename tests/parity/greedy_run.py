@@ -47,12 +47,16 @@ def compare_gaps(cases: Sequence[ParityCase], outputs: Sequence[Any]) -> None:
             assert first - second == pytest.approx(case.gaps[position], abs=1e-3), f"{case.name} at {position}"
 
 
-def check_cold_and_cached(llm: LLM, cases: Sequence[ParityCase]) -> None:
-    """All cases in one batch; and again, when all of each prompt but its last token comes from the prefix cache."""
+def check_cold_and_cached(llm: LLM, cases: Sequence[ParityCase], *, finds_all: bool = True) -> None:
+    """All cases in one batch; and again, when all of each prompt but its last token comes from the prefix cache.
+
+    finds_all: False where a part of some prompt's window is gone by then, so that it is only known that some is found.
+    """
     outputs: list[Any] = []
     compare_greedy(runner(llm, seen=outputs), cases)
     compare_gaps(cases, outputs)
     cached_before = llm.engine.stats().num_cached_tokens
     compare_greedy(runner(llm), cases)
+    num_found = llm.engine.stats().num_cached_tokens - cached_before
     num_prompt_tokens = sum(len(case.prompt_token_ids) for case in cases)
-    assert llm.engine.stats().num_cached_tokens - cached_before >= num_prompt_tokens - len(cases)
+    assert num_found >= (num_prompt_tokens - len(cases) if finds_all else 1)

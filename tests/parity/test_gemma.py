@@ -11,15 +11,17 @@ import pytest
 from lamella import LLM, SamplingParams
 from lamella.native.library import load_library
 from tests.helpers.step_page_watch import watch_step_pages
-from tests.parity.greedy_run import compare_gaps, runner
+from tests.parity.greedy_run import check_cold_and_cached, runner
 from tests.parity.harness import compare_greedy, load_cases
 
 CASES = load_cases()
 LONG = [case for case in CASES if len(case.prompt_token_ids) > 1500]
 SHORT = [case for case in CASES if len(case.prompt_token_ids) < 200]
-# Two long prompts that share a prefix, and short ones of each kind: for variations whose full product takes
-# minutes. `make test-full` runs them on all prompts.
-FEW = [*LONG[:2], *SHORT[::3]]
+# Of the long ones two that share a prefix, for `make test`; `make test-full` runs all.
+BATCH = [*SHORT, *LONG[:2]]
+# A long prompt, for one variation, and short ones, for each: on all prompts they take minutes. Small pages in windows
+# are in test_tiny_models.py.
+FEW = [*LONG[:1], *SHORT[::4]]
 # Little more than one request of 2,700 tokens needs.
 SMALL_POOL = {"kv_cache_memory_bytes": 56 * 2**20, "max_num_batched_tokens": 256, "max_model_len": 2700}
 
@@ -35,17 +37,12 @@ def test_the_fixture_is_what_it_should_be():
     assert all(len(case.token_ids) == 48 for case in CASES)
 
 
-def test_all_prompts_in_one_batch_and_again_from_the_prefix_cache(capsys):
+@pytest.mark.parametrize(
+    "cases", [BATCH, pytest.param(CASES, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=["most", "all"]
+)
+def test_prompts_in_one_batch_and_again_from_the_prefix_cache(cases):
     with engine() as llm:
-        outputs = []
-        cold = compare_greedy(runner(llm, seen=outputs), CASES)
-        compare_gaps(CASES, outputs)
-        cached_before = llm.engine.stats().num_cached_tokens
-        warm = compare_greedy(runner(llm), CASES)
-        num_prompt_tokens = sum(len(case.prompt_token_ids) for case in CASES)
-        assert llm.engine.stats().num_cached_tokens - cached_before >= num_prompt_tokens - len(CASES)
-    with capsys.disabled():
-        print(f"\ncold: {cold}\nfrom the prefix cache: {warm}")
+        check_cold_and_cached(llm, cases)
 
 
 VARIATIONS = {
@@ -62,12 +59,12 @@ VARIATIONS = {
 @pytest.mark.parametrize("arguments", VARIATIONS.values(), ids=VARIATIONS.keys())
 def test_variations(arguments):
     with engine(**arguments) as llm:
-        compare_greedy(runner(llm), FEW if "page_size" in arguments else FEW[1:])
+        compare_greedy(runner(llm), FEW if arguments.get("page_size") == 64 else FEW[1:])
 
 
 def test_batch_of_one():
     with engine(max_num_seqs=1) as llm:
-        compare_greedy(runner(llm, batch=1), FEW[1:5])
+        compare_greedy(runner(llm, batch=1), FEW[1:4])
 
 
 def test_a_pool_so_small_that_requests_are_preempted():

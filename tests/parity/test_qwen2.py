@@ -12,24 +12,30 @@ import shutil
 
 import pytest
 
-from lamella import LLM
+from tests.parity.decoder_checks import (
+    VARIATIONS,
+    WINDOW_VARIATIONS,
+    check_preemption,
+    check_variation,
+    open_model,
+    short_cases,
+)
 from tests.parity.decoder_models import FIXTURES, qwen2_path, write_folder
-from tests.parity.greedy_run import check_cold_and_cached, compare_gaps, runner
-from tests.parity.harness import compare_greedy, load_cases
+from tests.parity.greedy_run import check_cold_and_cached
+from tests.parity.harness import load_cases
 from tests.parity.make_fixture import sha256_of
 
 pytestmark = [pytest.mark.external, pytest.mark.timeout(1800)]
 
 CASES = load_cases(FIXTURES / "qwen2_parity.json")
-SHORT = [case for case in CASES if len(case.prompt_token_ids) < 200]
 HYBRID = load_cases(FIXTURES / "qwen2_hybrid_parity.json")
 # 24,576 bytes of KV a token: some 340 tokens in all, for prompts of 80 to 200 with their answers.
 SMALL_POOL = {"kv_cache_memory_bytes": 8 * 2**20, "max_num_batched_tokens": 64, "max_model_len": 256}
 
 
-def engine(model: str | None = None, **arguments):
-    defaults = {"max_model_len": 2560, "kv_cache_memory_bytes": 2**29, "max_num_seqs": 32}
-    return LLM(model or str(qwen2_path()), **{**defaults, **arguments})
+@pytest.fixture(scope="module")
+def model():
+    return str(qwen2_path())
 
 
 def test_the_file_is_the_one_that_the_fixtures_were_made_from():
@@ -38,29 +44,18 @@ def test_the_file_is_the_one_that_the_fixtures_were_made_from():
         assert json.loads((FIXTURES / name).read_text(encoding="utf-8"))["model_sha256"] == sha256
 
 
-def test_all_prompts_in_one_batch_and_again_from_the_prefix_cache():
-    with engine() as llm:
+def test_all_prompts_in_one_batch_and_again_from_the_prefix_cache(model):
+    with open_model(model) as llm:
         check_cold_and_cached(llm, CASES)
 
 
-VARIATIONS = {
-    "chunk 32": {"max_num_batched_tokens": 32},
-    "page 1": {"page_size": 1},
-    "page 64, chunk 512": {"page_size": 64, "max_num_batched_tokens": 512},
-    "torch": {"attention_backend": "torch"},
-}
-
-
 @pytest.mark.parametrize("arguments", VARIATIONS.values(), ids=VARIATIONS.keys())
-def test_variations(arguments):
-    with engine(**arguments) as llm:
-        compare_greedy(runner(llm), CASES)
+def test_variations(model, arguments):
+    check_variation(model, CASES, **arguments)
 
 
-def test_a_pool_so_small_that_requests_are_preempted():
-    with engine(**SMALL_POOL) as llm:
-        compare_greedy(runner(llm), SHORT[::2])
-        assert llm.engine.stats().num_preemptions > 0
+def test_a_pool_so_small_that_requests_are_preempted(model):
+    check_preemption(model, short_cases(CASES)[::2], **SMALL_POOL)
 
 
 @pytest.fixture(scope="module")
@@ -68,39 +63,21 @@ def hybrid_folder(tmp_path_factory):
     """Two and a half gigabytes: it goes when the module is done."""
     folder = tmp_path_factory.mktemp("qwen2")
     changes = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 12}
-    yield write_folder(qwen2_path(), folder / "hybrid", **changes)
+    yield str(write_folder(qwen2_path(), folder / "hybrid", **changes))
     shutil.rmtree(folder)
 
 
 def test_a_hybrid_cold_and_cached(hybrid_folder):
-    with engine(str(hybrid_folder)) as llm:
-        outputs = []
-        compare_greedy(runner(llm, seen=outputs), HYBRID)
-        compare_gaps(HYBRID, outputs)
-        cached_before = llm.engine.stats().num_cached_tokens
-        compare_greedy(runner(llm), HYBRID)
-        assert llm.engine.stats().num_cached_tokens > cached_before
+    with open_model(hybrid_folder) as llm:
+        check_cold_and_cached(llm, HYBRID, finds_all=False)
 
 
-HYBRID_VARIATIONS = {
-    "chunk 32": {"max_num_batched_tokens": 32},
-    "page 1, interval 1": {"page_size": 1, "swa_eviction_interval": 1},
-    "page 64, interval 128": {"page_size": 64, "swa_eviction_interval": 128},
-    "no sliding": {"disable_hybrid_kv_cache": True},
-    "torch": {"attention_backend": "torch"},
-}
-
-
-@pytest.mark.parametrize("arguments", HYBRID_VARIATIONS.values(), ids=HYBRID_VARIATIONS.keys())
+@pytest.mark.parametrize("arguments", WINDOW_VARIATIONS.values(), ids=WINDOW_VARIATIONS.keys())
 def test_a_hybrid_in_variations(hybrid_folder, arguments):
-    with engine(str(hybrid_folder), **arguments) as llm:
-        compare_greedy(runner(llm), HYBRID)
+    check_variation(hybrid_folder, HYBRID, **arguments)
 
 
 def test_a_hybrid_with_preemption(hybrid_folder):
     """Room for about one and a half of the prompts, but for the longest."""
     pool = {"kv_cache_memory_bytes": 20 * 2**20, "max_num_batched_tokens": 64, "max_model_len": 800}
-    cases = [case for case in HYBRID if len(case.prompt_token_ids) < 700]
-    with engine(str(hybrid_folder), **pool) as llm:
-        compare_greedy(runner(llm), cases)
-        assert llm.engine.stats().num_preemptions > 0
+    check_preemption(hybrid_folder, [case for case in HYBRID if len(case.prompt_token_ids) < 700], **pool)

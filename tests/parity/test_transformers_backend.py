@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from lamella import LLM, SamplingParams
+from tests.helpers.random_models import ARCHITECTURES, window_tokens
+from tests.helpers.random_models import save_random_model as save_drawn_model
 from tests.helpers.transformers_models import RANDOM_MODELS, WINDOW, logits_of, save_random_model
 
 NUM_TOKENS = 8
@@ -43,7 +45,7 @@ def saved(request, tmp_path_factory):
 
 def run(folder, prompts, *, num_tokens=NUM_TOKENS, **arguments):
     """Outputs of two rounds, the second with what the first left in the cache, and the engine's counters."""
-    settings = {"max_model_len": 128, "kv_cache_memory_bytes": 4 << 20, "max_num_seqs": 4, "check_invariants": True}
+    settings = {"max_model_len": 160, "kv_cache_memory_bytes": 8 << 20, "max_num_seqs": 4, "check_invariants": True}
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=1)
     with LLM(str(folder), model_impl="transformers", **{**settings, **arguments}) as llm:
         rounds = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
@@ -67,6 +69,22 @@ def test_tokens_and_logits_are_those_of_transformers(saved):
     assert_equal_transformers(model, prompts, cold)
     assert_equal_transformers(model, prompts, cached)
     assert sum(output.num_cached_tokens or 0 for output in cached) > 0
+
+
+DRAWN_BY_DEFAULT = ("gemma4", "ministral3", "smollm3")
+DRAWN = [name if name in DRAWN_BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_configs_of_native_families_run_by_transformers_as_well(name, seed, tmp_path):
+    """The configs by which native families are tested, window lengths and all."""
+    model = save_drawn_model(tmp_path, name, seed)
+    window = window_tokens(model.config.get_text_config())
+    prompts = [[(7 * at + length) % 300 + 6 for at in range(length)] for length in (window, 3 * window + 5)]
+    (cold, cached), _ = run(tmp_path, prompts, max_num_batched_tokens=24)
+    assert_equal_transformers(model, prompts, cold)
+    assert_equal_transformers(model, prompts, cached)
 
 
 @pytest.mark.parametrize(("saved", "num_kv_tokens"), [("gemma2", 90), ("llama4_text", 50)], indirect=["saved"])

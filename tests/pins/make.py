@@ -1,9 +1,9 @@
 """Pin anew what the code does now. Where a change is meant to change it, the commit says why.
 
-python -m tests.pins.make counters            # seconds
-python -m tests.pins.make log_probabilities   # the builds of the native kernels that this processor can run
-python -m tests.pins.make steps
-python -m tests.pins.make compiled            # minutes; for the Triton that is installed
+PYTHONPATH=benchmarks python -m tests.pins.make NAME...
+
+counters take seconds; log_probabilities are of the builds of the native kernels that this processor can run; steps;
+compiled takes minutes, and is for the Triton that is installed.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from lamella.model_executor.device_tables import DeviceTables
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.step_buffers import PackedShape
 from lamella.native.build import targets
@@ -20,6 +21,7 @@ __all__ = [
     "ATTENTION_REPORT",
     "OPERATORS_REPORT",
     "SAMPLING_REPORT",
+    "DeviceTables",
     "ModelRunner",
     "NativeLibrary",
     "PackedShape",

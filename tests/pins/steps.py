@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lamella import LLM, SamplingParams
 from tests.helpers.tiny_gemma import VOCAB_SIZE, save_tiny_gemma
-from tests.pins.places import ModelRunner, NativeLibrary, PackedShape
+from tests.pins.places import DeviceTables, ModelRunner, NativeLibrary, PackedShape
 
 BACKENDS = ("native", "triton")
 PROMPT_LENGTHS = (34, 21)
@@ -62,15 +62,16 @@ class StepCounts(TorchDispatchMode):
         self.num_operations += not func.is_view
         return result
 
-    def to_json(self, plan: Any) -> dict[str, Any]:
-        """packed_bytes: all arrays of the plan, which go to a device in one copy."""
+    def to_json(self, plan: Any, changes: Any) -> dict[str, Any]:
+        """packed_bytes: all arrays of the plan with what changed in the block tables, which go to a device in one
+        copy."""
         return {
             "tokens": len(plan.token_ids),
             "requests": len(plan.seq_lens),
             "kernels": dict(sorted(self.kernels.items())),
             "num_kernels": self.kernels.total(),
             "num_torch_operations": self.num_operations,
-            "packed_bytes": PackedShape.of(plan).num_entries * INT64_BYTES,
+            "packed_bytes": PackedShape.of(plan, changes).num_entries * INT64_BYTES,
             "other_copied_bytes": self.num_copied_bytes,
         }
 
@@ -81,6 +82,7 @@ class Watch:
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
         self._counts: StepCounts | None = None
+        self._tables: DeviceTables | None = None
         self._stand_before(NativeLibrary, "function", self._native)
         self._stand_before(ModelRunner, "launch", self._step)
 
@@ -99,6 +101,16 @@ class Watch:
     def _stand_before(self, owner: Any, name: str, instead: Any) -> None:
         original = getattr(owner, name)
         setattr(owner, name, lambda *args, **kwargs: instead(original, *args, **kwargs))
+
+    def _changes(self, runner: Any, plan: Any) -> Any:
+        """What the plan changes in tables that a device would have."""
+        if self._tables is None:
+            self._tables = DeviceTables(torch.device("cpu"), runner.layout)
+            blocks = -(-ENGINE["max_model_len"] // runner.layout.page_tokens)
+            self._tables.reserve(ENGINE["max_num_seqs"], [blocks] * len(plan.groups))
+        changes = self._tables.changes(plan)
+        self._tables.write(*(torch.from_numpy(array) for array in changes))
+        return changes
 
     def _native(self, original: Any, library: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         function = original(library, name, *args, **kwargs)
@@ -124,7 +136,7 @@ class Watch:
     def _step(self, original: Any, runner: Any, plan: Any) -> Any:
         with StepCounts() as self._counts:
             launched = original(runner, plan)
-        self.steps.append(self._counts.to_json(plan))
+        self.steps.append(self._counts.to_json(plan, self._changes(runner, plan)))
         self._counts = None
         return launched
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-MAKE = "python -m tests.pins.make"
+MAKE = "PYTHONPATH=benchmarks python -m tests.pins.make"
 MOST_SHOWN = 30
 
 

@@ -8,10 +8,16 @@ from tests.pins import steps, stored
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", list(stored.load("steps")))
+@pytest.mark.parametrize("backend", steps.BACKENDS)
 def test_launches_and_bytes_of_a_step(backend: str) -> None:
     stored.require_equal("steps", {backend: stored.load("steps")[backend]}, {backend: steps.measure(backend)})
 
 
-def test_the_native_kernels_are_pinned() -> None:
-    assert set(steps.BACKENDS) >= set(stored.load("steps")) >= {"native"}
+def test_every_backend_is_pinned() -> None:
+    pinned = stored.load("steps")
+    assert list(pinned) == list(steps.BACKENDS)
+    for by_step in pinned.values():
+        assert by_step["decode"]["tokens"] == by_step["decode"]["requests"] == len(steps.PROMPT_LENGTHS)
+        assert by_step["prefill"]["tokens"] == sum(steps.PROMPT_LENGTHS)
+        assert all(sum(step["kernels"].values()) == step["num_kernels"] > 0 for step in by_step.values())
+        assert by_step["decode"]["packed_bytes"] < by_step["prefill"]["packed_bytes"]

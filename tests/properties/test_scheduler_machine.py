@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
@@ -12,13 +13,19 @@ from hypothesis.stateful import initialize
 from tests.helpers.scheduler_machine import SchedulerMachine
 from tests.helpers.simulation import chunked, full, sliding
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("LAMELLA_MACHINE_EXAMPLES", "150")),
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-TestSchedulerMachine = SchedulerMachine.TestCase
+NUM_LIVES = int(os.environ.get("LAMELLA_MACHINE_EXAMPLES", "100"))
+
+
+def lives_of(machine, num_lives, step_count=25):
+    """The machine's test, a class for pytest."""
+    test = machine.TestCase
+    test.settings = settings(
+        max_examples=num_lives,
+        stateful_step_count=step_count,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    return test
 
 
 class StepPagesMachine(SchedulerMachine):
@@ -52,5 +59,15 @@ class StepPagesMachine(SchedulerMachine):
         )
 
 
-StepPagesMachine.TestCase.settings = SchedulerMachine.TestCase.settings
-TestStepPagesMachine = StepPagesMachine.TestCase
+class LongSchedulerMachine(SchedulerMachine):
+    """The same, for `make test-full`."""
+
+
+class LongStepPagesMachine(StepPagesMachine):
+    """The same, for `make test-full`."""
+
+
+TestSchedulerMachine = lives_of(SchedulerMachine, NUM_LIVES)
+TestStepPagesMachine = lives_of(StepPagesMachine, NUM_LIVES)
+TestLongSchedulerMachine = pytest.mark.slow(lives_of(LongSchedulerMachine, 10 * NUM_LIVES, 40))
+TestLongStepPagesMachine = pytest.mark.slow(lives_of(LongStepPagesMachine, 10 * NUM_LIVES, 40))

@@ -11,7 +11,7 @@ import pytest
 
 from lamella import Engine, SamplingParams
 from lamella.kv_cache.memory import MemoryProfile
-from lamella.kv_cache.sizing import decode_table_widths
+from lamella.kv_cache.sizing import decode_table_widths, table_line_widths
 from lamella.model_executor.decode_graphs import batch_sizes
 from lamella.model_executor.memory_profile import GRAPH_OVERHEAD_BYTES, LargestBatch, profile_memory
 from tests.helpers.storage_counter import CountingMeter, StorageCounter
@@ -53,7 +53,8 @@ def profiled(
 ) -> MemoryProfile:
     loaded = engine.inspect()
     widths = decode_table_widths(loaded.layout, max_model_len=max_model_len, interval_tokens=8)
-    largest = LargestBatch(NUM_REQUESTS, num_tokens, widths)
+    lines = table_line_widths(loaded.layout, max_model_len=max_model_len, chunk_tokens=num_tokens, interval_tokens=8)
+    largest = LargestBatch(NUM_REQUESTS, num_tokens, widths, lines)
     specs = [place.params.spec for place in loaded.runner.places]
     meter = CountingMeter(counter, total=TOTAL, foreign=FOREIGN)
     held = meter.held_bytes()
@@ -129,7 +130,7 @@ def test_graphs_are_set_aside(engine: Engine) -> None:
         profile = profiled(engine, counter, with_graphs=True)
     widths = decode_table_widths(loaded.layout, max_model_len=MAX_MODEL_LEN, interval_tokens=8)
     num_groups = len(widths)
-    entries = 2 * NUM_REQUESTS + 2 * NUM_REQUESTS + 1 + 3 * num_groups * NUM_REQUESTS + NUM_REQUESTS * sum(widths)
+    entries = 2 * NUM_REQUESTS + 3 * NUM_REQUESTS + 1 + 2 * num_groups * NUM_REQUESTS
     buffers = 8 * entries + 4 * NUM_REQUESTS * HIDDEN
     own = len(batch_sizes(NUM_REQUESTS)) * GRAPH_OVERHEAD_BYTES
     activations = 4 * NUM_REQUESTS * (2 * INTERMEDIATE + 2 * HIDDEN)

@@ -11,6 +11,7 @@ from lamella.attention.triton.device import default_programs, device_arch
 from lamella.attention.triton.prefill import prefill
 from lamella.attention.triton.shapes import check_tables
 from lamella.attention.triton.tuning import Tile, choose_tile
+from lamella.attention.triton.window_indices import WindowIndices, window_kv_indices
 from lamella.attention.triton.write_kv import write_kv
 from lamella.attention.write_arguments import check_write
 from lamella.kv_cache.spec import KVCacheSpec
@@ -84,6 +85,7 @@ class TritonBackend:
             segment_tokens=self._segment_tokens,
             max_segments=self._max_segments,
             target_programs=self._target_programs or default_programs(query.device),
+            windows=_windows(params.spec, metadata),
         )
 
     def prefill(
@@ -108,6 +110,17 @@ class TritonBackend:
         arch = device_arch(cache.keys.device)
         itemsize_bytes = cache.keys.element_size() if query.element_size() == 2 else query.element_size()
         return choose_tile(kernel, arch, head_dim=head_dim, itemsize_bytes=itemsize_bytes)
+
+
+def _windows(spec: KVCacheSpec, metadata: AttentionMetadata) -> WindowIndices | None:
+    """What the decode requests see of a windowed layer, listed by its first layer of a step for the others; None in
+    full attention."""
+    if spec.reach_tokens is None:
+        return None
+    found = metadata.memo.triton_windows.get(spec)
+    if not isinstance(found, WindowIndices):
+        found = metadata.memo.triton_windows[spec] = window_kv_indices(spec, metadata)
+    return found
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,6 @@ from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.triton.device_functions import (
     FULL,
     LOG2_E,
-    first_visible,
     load_pages,
     load_rows,
     scaled_scores,
@@ -29,28 +28,25 @@ from lamella.attention.triton.device_functions import (
 )
 from lamella.attention.triton.shapes import LayerShape, page_view
 from lamella.attention.triton.tuning import Tile
+from lamella.attention.triton.window_indices import WindowIndices
 
 MERGED_SEGMENTS = 16  # at a time
 MERGE_TILE = Tile(block_m=1, block_n=MERGED_SEGMENTS, num_warps=4, num_stages=2)
 BATCH_DEPENDENT = ("table_stride", "scratch_segments", "segments_per_program")
-BATCH_DEPENDENT_POINTERS = ("query", "out", "block_tables", "seq_lens", "first_blocks", "first_keys")
+BATCH_DEPENDENT_POINTERS = ("query", "out", "tables", "table_places", "first_blocks", "seq_lens", "first_keys")
 
 
 @triton.jit
 def visible_segments(seq_len, first_key, reach, RULE: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr):
-    """(first key that the last token sees, tokens per segment, the key's segment, how many from there on hold keys).
-
-    `segment_length` is the host's copy of the rule.
-    """
-    first = tl.maximum(first_visible(seq_len - 1, reach, RULE), first_key)
+    """(tokens per segment, the segment of the first key that the last token sees, how many from there on hold keys)."""
     span = seq_len
     if RULE != FULL:
         span = tl.minimum(seq_len, reach)
     segment = span * 0 + SEGMENT
     while segment * MAX_SEGMENTS < span:
         segment *= 2
-    first_segment = first // segment
-    return first, segment, first_segment, tl.cdiv(seq_len, segment) - first_segment
+    first_segment = first_key // segment
+    return segment, first_segment, tl.cdiv(seq_len, segment) - first_segment
 
 
 @triton.jit(do_not_specialize=BATCH_DEPENDENT, do_not_specialize_on_alignment=BATCH_DEPENDENT_POINTERS)
@@ -60,9 +56,10 @@ def decode_kernel(
     values,
     partial_sums,
     partial_stats,
-    block_tables,
-    seq_lens,
+    tables,
+    table_places,
     first_blocks,
+    seq_lens,
     first_keys,
     scale,
     softcap,
@@ -93,6 +90,8 @@ def decode_kernel(
 ):
     """Program (request, block of query heads of one KV head, run of segments).
 
+    first_keys: the first key that each request sees. In full attention, `tables` are the block tables and table_places
+    their rows; with a window, the `WindowIndices`: indices and indptr, and first_blocks is not read.
     partial_sums [R, scratch_segments, heads, V_DIM] gets the sums of exp2(score - largest) * value, partial_stats
     [R, scratch_segments, heads, 2] the largest score and the sum of exp2, of the request's segments from the first on.
     """
@@ -104,10 +103,8 @@ def decode_kernel(
     heads = kv_head * GROUP + in_group
 
     seq_len = tl.load(seq_lens + request).to(tl.int32)
-    first_key = tl.load(first_keys + request).to(tl.int32)
-    first, segment, first_segment, num_segments = visible_segments(
-        seq_len, first_key, reach, RULE, SEGMENT, MAX_SEGMENTS
-    )
+    first = tl.load(first_keys + request).to(tl.int32)
+    segment, first_segment, num_segments = visible_segments(seq_len, first, reach, RULE, SEGMENT, MAX_SEGMENTS)
     run_begin = tl.program_id(2) * segments_per_program
     run_end = tl.minimum(run_begin + segments_per_program, num_segments)
     if (run_begin >= run_end) | (seq_len <= 0):
@@ -119,7 +116,10 @@ def decode_kernel(
     q = load_rows(query + request * query_row_stride + heads * query_head_stride, is_head, K_DIM, K_PADDED)
     if IN_FLOAT32:
         q = q.to(tl.float32)
-    table = block_tables + request * table_stride - tl.load(first_blocks + request)
+    if RULE == FULL:
+        table = tables + tl.load(table_places + request) * table_stride - tl.load(first_blocks + request)
+    else:
+        table = tables + tl.load(table_places + request) - first // PAGE_TOKENS
     keys += kv_head * K_DIM
     values += kv_head * V_DIM
 
@@ -131,7 +131,7 @@ def decode_kernel(
         largest = tl.where(tile % segment_tiles == 0, float("-inf"), largest)
         positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         in_window = (positions >= first) & (positions < seq_len)
-        pages, present = load_pages(table, positions, in_window, PAGE_TOKENS)
+        pages, present = load_pages(table, positions // PAGE_TOKENS, in_window)
         tokens = positions % PAGE_TOKENS
         key_rows = keys + pages * key_page_stride + tokens * (NUM_KV_HEADS * K_DIM)
         value_rows = values + pages * value_page_stride + tokens * (NUM_KV_HEADS * V_DIM)
@@ -189,7 +189,7 @@ def merge_kernel(
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens + request).to(tl.int32)
     first_key = tl.load(first_keys + request).to(tl.int32)
-    _, _, _, num_segments = visible_segments(seq_len, first_key, reach, RULE, SEGMENT, MAX_SEGMENTS)
+    _, _, num_segments = visible_segments(seq_len, first_key, reach, RULE, SEGMENT, MAX_SEGMENTS)
     if seq_len <= 0:
         num_segments = 0
 
@@ -234,14 +234,17 @@ def decode(
     segment_tokens: int,
     max_segments: int,
     target_programs: int,
+    windows: WindowIndices | None,
 ) -> None:
-    """See AttentionBackend.decode. `segment_tokens` is a multiple of `tile.block_n`; the grid is filled up to about
-    `target_programs` programs. Everything here is known on the host: nothing waits for the device. What is launched
-    follows from the numbers of requests and of columns of the block tables, not from how long requests are."""
+    """See AttentionBackend.decode. windows: where the keys are that a windowed layer sees; None: the layer has full
+    attention and reads the block tables. `segment_tokens` is a multiple of `tile.block_n`; the grid is filled up to
+    about `target_programs` programs. Everything here is known on the host: nothing waits for the device. What is
+    launched follows from the number of requests and the width of their tables on the host, not from how long they
+    are."""
     shape = LayerShape.of(params, cache, query.dtype)
     num_requests = query.shape[0]
     segments = {"segment_tokens": segment_tokens, "max_segments": max_segments}
-    max_tokens = metadata.block_tables.shape[1] * metadata.page_tokens
+    max_tokens = metadata.block_tables_host.shape[1] * metadata.page_tokens
     scratch_segments = count_scratch_segments(max_tokens, params.spec.reach_tokens, **segments)
     constants = decode_constants(shape, tile, **segments, has_softcap=params.softcap is not None)
     head_programs = shape.num_kv_heads * triton.cdiv(shape.group, constants["GROUP_BLOCK"])
@@ -249,6 +252,10 @@ def decode(
     segments_per_program = triton.cdiv(scratch_segments, num_runs)
     num_runs = triton.cdiv(scratch_segments, segments_per_program)
 
+    if windows is None:
+        tables, table_places, first_keys = metadata.block_tables, metadata.table_rows, metadata.first_keys
+    else:
+        tables, table_places, first_keys = windows.indices, windows.indptr, windows.first_keys
     shape_out = (num_requests, scratch_segments, params.num_heads)
     partial_sums = torch.empty(*shape_out, shape.v_dim, dtype=torch.float32, device=query.device)
     partial_stats = torch.empty(*shape_out, 2, dtype=torch.float32, device=query.device)
@@ -258,10 +265,11 @@ def decode(
         page_view(cache.values, shape.fp8_mantissa),
         partial_sums,
         partial_stats,
-        metadata.block_tables,
-        metadata.seq_lens,
+        tables,
+        table_places,
         metadata.first_blocks,
-        metadata.first_keys,
+        metadata.seq_lens,
+        first_keys,
         params.scale * params.k_scale,
         params.softcap or 0.0,
         shape.reach,
@@ -281,7 +289,7 @@ def decode(
         params.sinks,
         out,
         metadata.seq_lens,
-        metadata.first_keys,
+        first_keys,
         params.v_scale,
         shape.reach,
         out.stride(0),
@@ -298,13 +306,6 @@ def count_scratch_segments(max_tokens: int, reach_tokens: int | None, *, segment
     # A run of so many tokens can touch that many segments of the shortest length. With longer segments, max_segments of
     # them hold what is seen, plus one if the first begins before it.
     return min((max_tokens + segment_tokens - 2) // segment_tokens, max_segments) + 1
-
-
-def segment_length(seen_tokens: int, *, segment_tokens: int, max_segments: int) -> int:
-    """Tokens per segment of a request that sees that many (its length, or the window or chunk if that is less)."""
-    while segment_tokens * max_segments < seen_tokens:
-        segment_tokens *= 2
-    return segment_tokens
 
 
 def decode_constants(

@@ -41,13 +41,13 @@ def scaled_scores(products, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def load_pages(table, positions, present, PAGE_TOKENS: tl.constexpr):
-    """(page of each position, which positions have one). `table` points at the entry of block 0, were there one.
+def load_pages(table, columns, present):
+    """(page in each column of `table`, which columns have one).
 
     A position in a null page has none: its page is given as 0, which must not be read. Pages are 64-bit integers, as an
     arena may have more than 2^31 elements.
     """
-    pages = tl.load(table + positions // PAGE_TOKENS, mask=present, other=-1).to(tl.int64)
+    pages = tl.load(table + columns, mask=present, other=-1).to(tl.int64)
     present = present & (pages >= 0)
     return tl.where(present, pages, 0), present
 

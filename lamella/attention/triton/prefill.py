@@ -15,6 +15,7 @@ import triton.language as tl
 from lamella.attention.contract import AttentionParams, LayerCache
 from lamella.attention.metadata import AttentionMetadata
 from lamella.attention.triton.device_functions import (
+    FULL,
     LOG2_E,
     first_visible,
     load_pages,
@@ -25,8 +26,10 @@ from lamella.attention.triton.device_functions import (
 from lamella.attention.triton.shapes import LayerShape, page_view
 from lamella.attention.triton.tuning import Tile
 
-BATCH_DEPENDENT = ("table_stride", "first_request", "num_requests")
-BATCH_DEPENDENT_POINTERS = ("query", "out", "block_tables", "query_start", "seq_lens", "first_blocks", "first_keys")
+BATCH_DEPENDENT = ("table_stride", "table_width", "first_request", "num_requests")
+BATCH_DEPENDENT_POINTERS = (
+    "query", "out", "block_tables", "table_rows", "first_blocks", "query_start", "seq_lens", "first_keys",
+)  # fmt: skip
 
 
 @triton.jit
@@ -66,6 +69,8 @@ def attend_keys(
     keys,
     values,
     table,
+    table_width,
+    wrap_block,
     key_page_stride,
     value_page_stride,
     scale,
@@ -95,7 +100,10 @@ def attend_keys(
         tile = tl.where(number < pause, number, number + skipped)
         positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         in_band = (positions >= first_key) & (positions < end_key) if EDGE else positions >= 0
-        pages, present = load_pages(table, positions, in_band, PAGE_TOKENS)
+        columns = positions // PAGE_TOKENS
+        if RULE != FULL:
+            columns = tl.where(columns >= wrap_block, columns - table_width, columns)
+        pages, present = load_pages(table, columns, in_band)
         tokens = positions % PAGE_TOKENS
         key_rows = keys + pages * key_page_stride + tokens * (NUM_KV_HEADS * K_DIM)
         value_rows = values + pages * value_page_stride + tokens * (NUM_KV_HEADS * V_DIM)
@@ -133,9 +141,10 @@ def prefill_kernel(
     out,
     sinks,
     block_tables,
+    table_rows,
+    first_blocks,
     query_start,
     seq_lens,
-    first_blocks,
     first_keys,
     scale,
     softcap,
@@ -147,6 +156,7 @@ def prefill_kernel(
     key_page_stride,
     value_page_stride,
     table_stride,
+    table_width,
     first_request,
     num_requests,
     RULE: tl.constexpr,
@@ -204,7 +214,15 @@ def prefill_kernel(
     q = load_rows(query + rows * query_row_stride + heads * query_head_stride, is_row, K_DIM, K_PADDED)
     if IN_FLOAT32:
         q = q.to(tl.float32)
-    table = block_tables + request.to(tl.int64) * table_stride - tl.load(first_blocks + request)
+    # A windowed group's line wraps around: from wrap_block on, entries are table_width further left.
+    table = block_tables + tl.load(table_rows + request) * table_stride
+    first_block = tl.load(first_blocks + request).to(tl.int32)
+    wrap_block = first_block
+    if RULE != FULL:
+        seen_block = first_key // PAGE_TOKENS
+        first_block += (seen_block - first_block) // table_width * table_width
+        wrap_block = first_block + table_width
+    table -= first_block
     keys += kv_head * K_DIM
     values += kv_head * V_DIM
 
@@ -229,6 +247,8 @@ def prefill_kernel(
         keys,
         values,
         table,
+        table_width,
+        wrap_block,
         key_page_stride,
         value_page_stride,
         scale,
@@ -261,6 +281,8 @@ def prefill_kernel(
         keys,
         values,
         table,
+        table_width,
+        wrap_block,
         key_page_stride,
         value_page_stride,
         scale,
@@ -314,9 +336,10 @@ def prefill(
         out,
         params.sinks,
         metadata.block_tables,
+        metadata.table_rows,
+        metadata.first_blocks,
         metadata.query_start,
         metadata.seq_lens,
-        metadata.first_blocks,
         metadata.first_keys,
         params.scale * params.k_scale,
         params.softcap or 0.0,
@@ -328,6 +351,7 @@ def prefill(
         cache.keys.stride(0),
         cache.values.stride(0),
         metadata.block_tables.stride(0),
+        metadata.block_tables.shape[1],
         first_request,
         num_requests,
         **constants,

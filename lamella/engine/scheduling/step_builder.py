@@ -45,6 +45,7 @@ def build_step_plan(
         num_decodes=num_decodes,
         moves=memory.moves,
         groups=memory.groups,
+        tables=memory.tables,
         first_step_slot=memory.first_step_slot,
         num_sampled=is_complete.astype(np.int64),
         sampling=rows.sampling_batch(scheduled[is_complete], reached.num_tokens),

@@ -5,22 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import transformers
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.models.registry import parse_config
 from lamella.model_executor.models.typed_fields import TypedFields
+from tests.helpers.published_configs import parsed, theirs
 
 ARCHITECTURES = ("Llama", "Mistral", "Qwen2")
-
-
-def parsed(architecture: str, **fields: Any) -> ModelConfig:
-    return parse_config(TypedFields({"architectures": [f"{architecture}ForCausalLM"], **fields}, "config.json"))
-
-
-def theirs(architecture: str, **fields: Any) -> Any:
-    return getattr(transformers, f"{architecture}Config")(**fields)
 
 
 def equal(ours: ModelConfig, config: Any) -> None:
@@ -71,50 +63,6 @@ def test_kv_heads_that_are_null_are_as_many_as_heads(architecture: str) -> None:
     equal(parsed(architecture, **fields), theirs(architecture, **fields))
 
 
-@pytest.mark.parametrize(
-    ("fields", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 77}, 77)], ids=str
-)
-def test_mistrals_window_is_in_every_layer(fields: dict[str, Any], window: int | None) -> None:
-    assert theirs("Mistral", **fields).sliding_window == window
-    assert {layer.attention.window_tokens for layer in parsed("Mistral", **fields).layers} == {window}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"use_sliding_window": True},
-        {"use_sliding_window": True, "max_window_layers": 5, "sliding_window": 64},
-        {"use_sliding_window": True, "sliding_window": None},
-        {"sliding_window": 64, "max_window_layers": 0},
-        {"use_sliding_window": True, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
-    ],
-    ids=str,
-)
-def test_qwen2_slides_where_transformers_does(fields: dict[str, Any]) -> None:
-    config = theirs("Qwen2", **fields)
-    attentions = [layer.attention for layer in parsed("Qwen2", **fields).layers]
-    assert [attention.kind for attention in attentions] == config.layer_types
-    slides = [kind == "sliding_attention" for kind in config.layer_types]
-    assert [attention.window_tokens for attention in attentions] == [
-        config.sliding_window if each else None for each in slides
-    ]
-
-
-def test_which_layers_have_biases() -> None:
-    def biases(config: ModelConfig) -> set[tuple[bool, bool, bool]]:
-        return {
-            (layer.attention.has_qkv_bias, layer.attention.has_output_bias, layer.mlp.has_bias)
-            for layer in config.layers
-        }
-
-    assert biases(parsed("Llama")) == {(False, False, False)}
-    assert biases(parsed("Llama", attention_bias=True)) == {(True, True, False)}
-    assert biases(parsed("Llama", mlp_bias=True)) == {(False, False, True)}
-    assert biases(parsed("Qwen2")) == {(True, False, False)}
-    assert biases(parsed("Mistral")) == {(False, False, False)}
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("fields", "told"),
@@ -139,7 +87,8 @@ def test_what_is_not_built_is_refused(architecture: str, fields: dict[str, Any],
         parsed(architecture, **fields)
 
 
-def test_sliding_layers_without_a_window_are_refused() -> None:
-    kinds = ["sliding_attention", "full_attention"]
-    with pytest.raises(ModelLoadError, match=r"layer_types.*use_sliding_window is off"):
-        parsed("Qwen2", num_hidden_layers=2, layer_types=kinds)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_end_tokens_of_the_generation_config_win(architecture: str) -> None:
+    fields = {"architectures": [f"{architecture}ForCausalLM"], "eos_token_id": 5}
+    assert parsed(architecture, eos_token_id=5).eos_token_ids == (5,)
+    assert parse_config(TypedFields(fields, "config.json"), (7, 8)).eos_token_ids == (7, 8)

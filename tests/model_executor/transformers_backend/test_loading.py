@@ -18,12 +18,12 @@ from tests.helpers.tiny_gguf import save_tiny_gguf
 from tests.helpers.transformers_models import logits_of, random_config, save_random_model
 
 PROMPT = list(range(6, 40))
-KV = {"kv_cache_memory_bytes": 1 << 24, "max_model_len": 128}
+ENGINE = {"kv_cache_memory_bytes": 1 << 24, "max_model_len": 128, "model_impl": "transformers"}
 
 
 def tokens_of(folder, **arguments):
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with LLM(str(folder), **KV, **arguments) as llm:
+    with LLM(str(folder), **{**ENGINE, **arguments}) as llm:
         (output,) = llm.generate([PROMPT], params, use_tqdm=False)
         return type(llm.engine.inspect().runner.model).__name__, list(output.outputs[0].token_ids)
 
@@ -53,7 +53,7 @@ def test_native_layers_run_where_there_are_some_unless_told_otherwise(name, mode
 def test_native_without_a_family_says_so(tmp_path):
     save_random_model(tmp_path, "helium")
     with pytest.raises(ModelLoadError, match="HeliumForCausalLM is not known"):
-        LLM(str(tmp_path), model_impl="native", **KV)
+        LLM(str(tmp_path), **{**ENGINE, "model_impl": "native"})
 
 
 @pytest.mark.parametrize("value", ["terratorch", "", 3, None])
@@ -68,7 +68,7 @@ def test_model_impl_is_one_of_three(value):
 def test_quantization_is_for_native_layers(tmp_path):
     save_tiny_decoder(tmp_path, "mistral")
     with pytest.raises(ConfigError, match="quantization='int8' is for native families"):
-        LLM(str(tmp_path), model_impl="transformers", quantization="int8", **KV)
+        LLM(str(tmp_path), quantization="int8", **ENGINE)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -87,6 +87,19 @@ def test_a_multimodal_checkpoints_other_parts_are_left_out(tmp_path, caplog):
         runnable, _, _ = load_checked(checked, torch.float32, torch.device("cpu"), itemsize_bytes=4)
     assert type(runnable.model).__name__ == "Gemma3ForCausalLM"
     assert re.search("left out, for a text model does without: .*vision", caplog.text)
+
+
+def test_longrope_is_served_as_far_as_one_text_does_not_change_anothers_embedding(tmp_path):
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    limits = {"original_max_position_embeddings": 64, "max_position_embeddings": 256}
+    model = save_random_model(tmp_path, "phi3", rope_parameters=rope, **limits)
+    arguments = {**ENGINE, "max_model_len": None}
+    with LLM(str(tmp_path), **arguments) as llm:
+        assert llm.engine.max_model_len == 64
+        (output,) = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        assert list(output.outputs[0].token_ids) == greedy(model)
+    with pytest.raises(ConfigError, match="max_model_len=65: the model was made for at most 64 positions"):
+        LLM(str(tmp_path), **{**ENGINE, "max_model_len": 65})
 
 
 def test_random_weights_need_no_files(tmp_path):
@@ -119,14 +132,14 @@ def test_a_gguf_file_that_says_more_than_transformers_reads_is_refused(tmp_path,
     path = tmp_path / "model.gguf"
     save_tiny_gguf(path, save_tiny_gemma(tmp_path / "folder"), **metadata)
     with pytest.raises(ModelLoadError, match=f"transformers passes over .*{named}"):
-        LLM(str(path), model_impl="transformers", **KV)
+        LLM(str(path), **ENGINE)
 
 
 def test_a_gguf_file_that_transformers_reads_otherwise_is_refused(tmp_path):
     path = tmp_path / "model.gguf"
     save_tiny_gguf(path, save_tiny_gemma(tmp_path / "folder", head_dim=64, query_pre_attn_scalar=64))
     with pytest.raises(ModelLoadError, match=r"scale 0\.125 by the file, 0\.0625 by transformers"):
-        LLM(str(path), model_impl="transformers", **KV)
+        LLM(str(path), **ENGINE)
 
 
 def edit_config(folder, **changes):
@@ -158,7 +171,7 @@ def test_no_code_of_a_folder_is_run(tmp_path, model_type):
         assert tokens_of(tmp_path) == ("TransformersModel", greedy(model))
     else:
         with pytest.raises(ModelLoadError, match="transformers cannot read it"):
-            LLM(str(tmp_path), **KV)
+            LLM(str(tmp_path), **ENGINE)
     assert not (tmp_path / "was_run").exists()
 
 
@@ -182,17 +195,17 @@ def test_a_model_that_is_not_run_is_refused_with_its_reason_before_weights_are_r
     CONFIG_MAPPING[model_type](**changes).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(ModelLoadError, match=reason):
-        LLM(str(tmp_path), model_impl="transformers", **KV)
+        LLM(str(tmp_path), **ENGINE)
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path):
     save_random_model(tmp_path, "olmo2")
     edit_config(tmp_path, num_hidden_layers=5)
     with pytest.raises(ModelLoadError, match=r"of its weights are not in its files: model\.layers\.4\."):
-        LLM(str(tmp_path), **KV)
+        LLM(str(tmp_path), **ENGINE)
     edit_config(tmp_path, num_hidden_layers=3)
     with pytest.raises(ModelLoadError, match=r"of its weights have no place in the model: model\.layers\.3\."):
-        LLM(str(tmp_path), **KV)
+        LLM(str(tmp_path), **ENGINE)
     edit_config(tmp_path, num_hidden_layers=4, intermediate_size=112)
     with pytest.raises(ModelLoadError, match="have another shape"):
-        LLM(str(tmp_path), **KV)
+        LLM(str(tmp_path), **ENGINE)

@@ -86,7 +86,7 @@ def refuse_other_reading(header: GgufHeader, config: Any, recorded: Sequence[Rec
         return
     native = parse_gguf_config(header)
     _require("the number of layers", native.num_layers, len(recorded))
-    _require("rms_norm_eps", native.rms_norm_eps, getattr(config, "rms_norm_eps", None))
+    _require("rms_norm_eps", native.norm_eps, getattr(config, "rms_norm_eps", None))
     _require("the cap of logits", native.final_logit_softcap, getattr(config, "final_logit_softcapping", None))
     for index, (layer, call) in enumerate(zip(native.layers, recorded, strict=True)):
         attention, settings = layer.attention, call.settings

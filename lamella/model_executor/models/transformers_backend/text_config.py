@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.typed_fields import is_integer, shown
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -16,7 +19,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 class TransformersConfig:
     """What the engine needs to know of a model that transformers runs; the fields are those of ModelConfig.
 
-    architecture: transformers' model_type. dtype: the checkpoint's own.
+    architecture: transformers' model_type. dtype: the checkpoint's own. short_text_tokens: None, as no text takes
+    another rotary embedding than others.
     """
 
     architecture: str
@@ -26,6 +30,7 @@ class TransformersConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+    short_text_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +102,33 @@ def served_config(config: Any, place: object, end_token_ids: tuple[int, ...] | N
         architecture=config.model_type,
         vocab_size=config.vocab_size,
         num_layers=config.num_hidden_layers,
-        max_position_embeddings=length,
+        max_position_embeddings=_longest(config, length),
         bos_token_id=config.bos_token_id if is_integer(getattr(config, "bos_token_id", None)) else None,
         eos_token_ids=tuple(dict.fromkeys(end_ids)),
         dtype=dtype if dtype in DTYPES else "float32",
     )
+
+
+def _longest(config: Any, length: int) -> int:
+    """Positions that the model is served up to: all of `length`, but where a text longer than another number turns every
+    position of a step by other angles (LongRoPE). In a batch it would turn its neighbours', and keys that are cached
+    were turned by the old ones."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    of_kinds = [parameters] if "rope_type" in parameters else list(parameters.values())
+    limits = [
+        each["original_max_position_embeddings"]
+        for each in of_kinds
+        if isinstance(each, dict) and each.get("rope_type") == "longrope"
+    ]
+    shortest = min([length, *limits])
+    if shortest < length:
+        logger.warning(
+            "texts end at %d of %d positions: beyond, longrope gives all tokens of a step other embeddings, which "
+            "transformers' code cannot do for one text of a batch",
+            shortest,
+            length,
+        )
+    return shortest
 
 
 def _text(error: Exception) -> str:

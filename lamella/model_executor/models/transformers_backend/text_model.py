@@ -55,9 +55,17 @@ class TransformersModel:
             for spec, layer in zip(specs, self._layers, strict=True)
         ]
 
-    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: StepAttention,
+        is_long: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """token_ids, positions: int64 [T]. Returns float32 logits [S, vocab_size] of the tokens that leave the last
         layer, which `logits` hands on."""
+        if is_long is not None:  # the config ends texts before
+            raise InvariantError("transformers' layers have one rotary embedding for all texts of a step")
         if not len(token_ids):
             return torch.zeros(0, self._vocab_size, device=token_ids.device)
         last = len(self._layers)

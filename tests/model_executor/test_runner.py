@@ -1,7 +1,11 @@
-"""Several sampled positions of a request in one step, as for drafts that are to be verified: each gets what a step that
-ends there gives it."""
+"""Steps planned by hand, run: each sampled position gets what a step that ends there gives it, and what transformers
+does; several of a request in one step, as for drafts that are to be verified, among them. Pages move and are copied
+before the step reads them.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ import torch
 
 from lamella.engine.config import EngineConfig
 from lamella.engine.model_setup import load_engine
+from lamella.kv_cache.page_transfers import PageCopies, PageMoves
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.step_plan import SamplingBatch, StepPlan, StepResult
 from tests.helpers.hand_plans import PagedSequences, Turn, sampled_places
@@ -139,3 +144,54 @@ def test_a_later_step_takes_any_of_the_samples_of_the_one_before(model):
     assert found[0] == found[1]
     assert known[0][20] != SEQUENCES[0][20]
     assert known[2][40:42] != SEQUENCES[2][40:42]
+
+
+def test_what_is_launched_is_on_the_device_before_anybody_waits_for_it(model):
+    folder, _ = model
+    runner = make_runner(folder, "native", prunes=True)
+    paged = PagedSequences(runner, SEQUENCES, keeps_windows=True)
+    launched = runner.launch(planned(paged, [Turn(0, 0, 20, 2), Turn(3, 0, 25, 1)], num_logprobs=1))
+    assert launched.token_ids.dtype == torch.int64
+    result = launched.result()
+    assert launched.token_ids.tolist() == result.token_ids.tolist()
+    assert rows_of(launched.result()) == rows_of(result)
+    assert [row[0] for row in rows_of(result)] == [
+        alone(runner, 0, 18)[0],
+        alone(runner, 0, 19)[0],
+        alone(runner, 3, 24)[0],
+    ]
+
+
+def test_a_step_without_samples_gives_none_and_writes_what_later_ones_read(model):
+    folder, _ = model
+    runner = make_runner(folder, "native", prunes=True)
+    paged = PagedSequences(runner, SEQUENCES, keeps_windows=True)
+    result = runner.execute(planned(paged, [Turn(1, 0, 40, 0)]))
+    assert (result.token_ids.tolist(), result.logprobs, result.unusable) == ([], {}, {})
+    (row,) = rows_of(runner.execute(planned(paged, [Turn(1, 40, 52, 1)])))
+    assert row == alone(runner, 1, 51)
+
+
+@pytest.mark.parametrize("as_moves", [False, True])
+def test_pages_are_copied_before_the_step_reads_them(model, as_moves):
+    """The second prompt begins with the first's 20 tokens and computes the rest, its first pages being copies."""
+    folder, _ = model
+    runner = make_runner(folder, "native", prunes=True)
+    sequences = [SEQUENCES[1][:21], SEQUENCES[1][:40]]
+    paged = PagedSequences(runner, sequences, keeps_windows=True)
+    runner.execute(planned(paged, [Turn(0, 0, 20, 0)]))
+    plan = planned(paged, [Turn(1, 20, 40, 1)], num_logprobs=3)
+    num_blocks = -(-20 // runner.layout.page_tokens)
+    targets = [part.block_tables[0, :num_blocks] for part in plan.groups]
+    sources = [part.block_tables[0, :num_blocks] for part in planned(paged, [Turn(0, 20, 21, 1)]).groups]
+    if as_moves:
+        moves = tuple(PageMoves(group, *pair) for group, pair in enumerate(zip(sources, targets, strict=True)))
+        plan = replace(plan, moves=moves)
+    else:
+        groups = zip(plan.groups, sources, targets, strict=True)
+        plan = replace(plan, groups=tuple(replace(part, copies=PageCopies(*pages)) for part, *pages in groups))
+    found = rows_of(runner.execute(plan))
+    whole = PagedSequences(runner, [SEQUENCES[1]], keeps_windows=True)
+    sampling = sampling_of([(1, 39)], num_logprobs=3)
+    assert found == rows_of(runner.execute(whole.plan([Turn(0, 0, 40, 1)], sampling)))
+    assert found[0] == alone(runner, 1, 39, num_logprobs=3)
