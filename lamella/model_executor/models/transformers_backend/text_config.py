@@ -110,9 +110,9 @@ def served_config(config: Any, place: object, end_token_ids: tuple[int, ...] | N
 
 
 def _longest(config: Any, length: int) -> int:
-    """Positions that the model is served up to: all of `length`, but where a text longer than another number turns every
-    position of a step by other angles (LongRoPE). In a batch it would turn its neighbours', and keys that are cached
-    were turned by the old ones."""
+    """Positions that the model is served up to: all of `length`, but where a text longer than another number turns
+    every position of a step by other angles (LongRoPE). In a batch it would turn its neighbours', and keys that are
+    cached were turned by the old ones."""
     parameters = getattr(config, "rope_parameters", None) or {}
     of_kinds = [parameters] if "rope_type" in parameters else list(parameters.values())
     limits = [
