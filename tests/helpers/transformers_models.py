@@ -102,6 +102,8 @@ RANDOM_MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 8,
         "attention_chunk_size": WINDOW,
         "intermediate_size_mlp": 96,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
         "num_experts_per_tok": 1,
     },
     "mellum": {**_ALTERNATE, **_EXPERTS},

@@ -108,9 +108,9 @@ def load_checked(
         recorded = record_layers(model, device)
         specs, owners = agreed_specs(run_by.text_config, checked.declared, recorded, itemsize_bytes=itemsize_bytes)
         refuse_mixing(model, checked.config.vocab_size, device)
+        runnable = TransformersModel(model, recorded, checked.config.max_position_embeddings)
     except ModelLoadError as error:
         raise ModelLoadError(f"{checked.source.name}: {name} is not run by transformers' backend: {error}") from error
-    runnable = TransformersModel(model, recorded)
     logger.info(
         "%s runs by transformers' %s on lamella's attention%s",
         checked.source.name,

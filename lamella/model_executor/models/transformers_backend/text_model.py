@@ -14,17 +14,19 @@ from lamella.model_executor.models.transformers_backend.attention_call import Ca
 from lamella.model_executor.models.transformers_backend.attention_interface import ATTENTION, set_handler
 from lamella.model_executor.models.transformers_backend.layer_pruning import LayerPruning, decoder_layers
 from lamella.model_executor.models.transformers_backend.recorder import RecordedLayer, takes_logits_to_keep
+from lamella.model_executor.models.transformers_backend.row_positions import counts_rows, past_tokens, rows_before
 from lamella.model_executor.step_attention import StepAttention
 
 
 class TransformersModel:
-    """Plugs in where a `Stack` does. model: a PreTrainedModel with its weights; layers: as they were recorded on it.
+    """Plugs in where a `Stack` does. model: a PreTrainedModel with its weights; layers: as they were recorded on it;
+    longest: positions that it is served up to. Raises ModelLoadError where layers make up positions of their own.
 
     A layer computes the tokens that it takes in, the head those that leave the last layer. prunes: whether the layers
     can be told so (`LayerPruning`); if not, the runner must have them compute all tokens.
     """
 
-    def __init__(self, model: Any, layers: Sequence[RecordedLayer]) -> None:
+    def __init__(self, model: Any, layers: Sequence[RecordedLayer], longest: int) -> None:
         self.model = model
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
@@ -34,8 +36,10 @@ class TransformersModel:
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._keeps_logits = takes_logits_to_keep(model)
         modules = decoder_layers(model, list(layers))
-        self._pruning = LayerPruning(model, modules) if modules else None
         model.set_attn_implementation(ATTENTION)
+        self._counts_rows = counts_rows(model, longest, self.device)
+        # A layer that counts rows must have all of them.
+        self._pruning = LayerPruning(model, modules) if modules and not self._counts_rows else None
         set_handler(model, self._attend)
 
     @property
@@ -72,7 +76,9 @@ class TransformersModel:
         taken, rows = step.rows_between(0, last - 1), step.rows_between(last - 1, last)
         if rows is None:  # a tensor all the same, for some models take a number as leave to leave out tokens themselves
             rows = torch.arange(len(token_ids) if taken is None else len(taken), device=token_ids.device)
-        kept = {"logits_to_keep": rows} if self._keeps_logits else {}
+        kept: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
+        if self._counts_rows:
+            kept["cache"] = past_tokens(self.model.config.get_text_config(), rows_before(positions))
         self._step = step
         if self._pruning is not None:
             self._pruning.begin(step, len(token_ids))
@@ -85,7 +91,7 @@ class TransformersModel:
             if self._pruning is not None:
                 self._pruning.end()
         logits: torch.Tensor = output.logits[0]
-        if not kept:
+        if not self._keeps_logits:
             logits = logits[rows]
         return logits.float()
 
