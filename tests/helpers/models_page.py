@@ -192,7 +192,7 @@ def entry(whole: Any, config: Any, kinds: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"model_type": config.model_type, "refusal": None, "kv_sharing": {}}
     layers: list[LayerShape] = []
     try:
-        run_by = class_for(whole, config, "the config")
+        run_by = class_for(whole, config)
         recorded, owners = recorded_specs(run_by)
         declared = declared_layers(config)
         kinds = [layer.kind for layer in declared]
@@ -202,7 +202,7 @@ def entry(whole: Any, config: Any, kinds: list[str]) -> dict[str, Any]:
         )
         layers = [LayerShape(said.kind, said.window_tokens, *each) for said, each in zip(declared, heads, strict=True)]
     except ModelLoadError as error:
-        found["refusal"] = str(error).removeprefix("the config: ").removesuffix(".")
+        found["refusal"] = str(error).removesuffix(".")
     shapes = list(dict.fromkeys(layers))
     return {
         **found,

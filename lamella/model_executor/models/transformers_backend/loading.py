@@ -32,7 +32,8 @@ from lamella.model_executor.models.transformers_backend.recorder import Recorded
 from lamella.model_executor.models.transformers_backend.text_config import (
     RunBy,
     TransformersConfig,
-    read_config,
+    class_for,
+    read_configs,
     served_config,
 )
 from lamella.model_executor.models.transformers_backend.text_model import TransformersModel
@@ -60,13 +61,15 @@ def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> C
     """
     gguf = source.gguf_path
     place = gguf or source.folder / "config.json"
-    run_by = read_config(source.folder, None if gguf is None else gguf.name)
-    text_config, name = run_by.text_config, run_by.model_class.__name__
+    config, text_config = read_configs(source.folder, None if gguf is None else gguf.name)
+    name = text_config.model_type
     header = None if gguf is None else read_gguf_header(gguf)
     if header is not None:
         refuse_unread_metadata(header, text_config)
     try:
         declared = declared_layers(text_config)
+        run_by = class_for(config, text_config)  # imports the model's code, so it comes after what is quicker
+        name = run_by.model_class.__name__
         recorded = _record_without_weights(run_by)
         if recorded is not None:
             agreed_specs(text_config, declared, recorded, itemsize_bytes=torch.float32.itemsize)
@@ -74,8 +77,7 @@ def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> C
                 refuse_other_reading(header, text_config, recorded)
     except ModelLoadError as error:
         raise ModelLoadError(f"{place}: {name} is not run by transformers' backend: {error}") from error
-    config = served_config(text_config, place, end_token_ids)
-    return CheckedModel(source, config, run_by, declared)
+    return CheckedModel(source, served_config(text_config, place, end_token_ids), run_by, declared)
 
 
 def recorded_specs(run_by: RunBy) -> tuple[Sequence[RecordedLayer] | None, Mapping[int, int]]:

@@ -47,11 +47,11 @@ class RunBy:
         return self.config is self.text_config
 
 
-def read_config(folder: Path, gguf_file: str | None = None) -> RunBy:
-    """The config of the model in `folder`, or of its GGUF file, as transformers reads it. Of a multimodal model the
-    decoder alone, where transformers has a class for it.
+def read_configs(folder: Path, gguf_file: str | None = None) -> tuple[Any, Any]:
+    """The config of the model in `folder`, or of its GGUF file, as transformers reads it, and the part of it that
+    describes the decoder (the same object, of a text model).
 
-    Raises ModelLoadError: transformers does not know the model, refuses a field, or has no class that generates text.
+    Raises ModelLoadError: transformers does not know the model, or refuses a field.
     """
     from transformers import AutoConfig
 
@@ -62,11 +62,14 @@ def read_config(folder: Path, gguf_file: str | None = None) -> RunBy:
         text: Any = config.get_text_config(decoder=True)
     except Exception as error:
         raise ModelLoadError(f"{place}: transformers cannot read it: {_text(error)}") from error
-    return class_for(config, text, place)
+    return config, text
 
 
-def class_for(config: Any, text_config: Any, place: object) -> RunBy:
-    """The installed class that runs a model, by the part of its config that describes the decoder where it can."""
+def class_for(config: Any, text_config: Any) -> RunBy:
+    """The installed class that runs a model: of a multimodal one that of the decoder alone, where there is one.
+
+    Raises ModelLoadError where transformers has none that generates text.
+    """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -79,8 +82,7 @@ def class_for(config: Any, text_config: Any, place: object) -> RunBy:
         if type(described) in classes:
             return RunBy(classes[type(described)], described, text_config)
     raise ModelLoadError(
-        f"{place}: transformers has no class of model_type {shown(text_config.model_type)} that generates text from "
-        "tokens"
+        f"transformers has no class of model_type {shown(text_config.model_type)} that generates text from tokens"
     )
 
 
