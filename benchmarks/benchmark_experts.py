@@ -93,8 +93,10 @@ def layers_command(kinds: tuple[str, ...], token_counts: tuple[int, ...], thread
     library = load_library()
     if library is None:
         raise click.ClickException("there are no native kernels for this processor")
-    click.echo("| kind | tokens | active weights of a step, MB | ms | GB/s | read, GB/s | share of it, median |")
-    click.echo("|---|---|---|---|---|---|---|")
+    click.echo(
+        "| kind | tokens | active weights of a step, MB | ms | GB/s | read, GB/s | share, median | best ÷ best |"
+    )
+    click.echo("|---|---|---|---|---|---|---|---|")
     for kind in kinds:
         layers, rule = made_layers(kind), RoutingRule("softmax", NUM_EXPERTS, TOP_K)
         for num_tokens in token_counts:
@@ -116,7 +118,8 @@ def layers_command(kinds: tuple[str, ...], token_counts: tuple[int, ...], thread
                 shares.append(rates[-1] / reads[-1])
             click.echo(
                 f"| {kind} | {num_tokens} | {num_bytes / 1e6:.0f} | {statistics.median(seconds) * 1e3:.1f} | "
-                f"{statistics.median(rates):.1f} | {statistics.median(reads):.1f} | {statistics.median(shares):.0%} |"
+                f"{statistics.median(rates):.1f} | {statistics.median(reads):.1f} | {statistics.median(shares):.0%} | "
+                f"{max(rates) / max(reads):.0%} |"
             )
 
 

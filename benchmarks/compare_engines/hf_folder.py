@@ -11,6 +11,7 @@ import torch
 from lamella.errors import ConfigError, InvariantError, ModelLoadError
 from lamella.model_executor.models.config import AttentionConfig, ModelConfig, RotaryConfig
 from lamella.model_executor.models.gemma3 import GEMMA3
+from lamella.model_executor.models.mlp_config import MLPConfig
 from lamella.model_executor.models.registry import parse_gguf_config
 from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.text.chat_templates import gguf_chat_templates

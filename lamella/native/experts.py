@@ -112,7 +112,7 @@ class _Functions(NamedTuple):
 def _functions() -> _Functions:
     library = require_library()
     return _Functions(
-        library.function("experts", Pointer, Pointer, Int, Pointer),
+        library.function("experts", Pointer, Pointer, Pointer, Int, Pointer),
         library.function("route", Pointer, Pointer, Int, Pointer, Pointer),
     )
 
@@ -174,13 +174,18 @@ class Experts:
         self.address = ctypes.addressof(self._structure)
         self._call = _functions().experts
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` contiguous float32 [T, width] -> [T, width]. A row's result does not depend on the others."""
-        check_rows("x", x, self.width)
-        check_contiguous("x", x)
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """`x` contiguous float32 [T, width] -> [T, width]. A row's result does not depend on the others. routed: as x,
+        what the router reads; None: x."""
+        routed = x if routed is None else routed
+        for name, rows in (("x", x), ("routed", routed)):
+            check_rows(name, rows, self.width)
+            check_contiguous(name, rows)
+        if len(routed) != len(x):
+            raise ConfigError(f"routed has {len(routed)} rows; x has {len(x)}")
         out = torch.empty_like(x)
         if len(x):
-            self._call(self.address, x.data_ptr(), len(x), out.data_ptr())
+            self._call(self.address, x.data_ptr(), routed.data_ptr(), len(x), out.data_ptr())
         return out
 
 

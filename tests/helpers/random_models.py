@@ -22,9 +22,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class Draw:
     """Choices of one seed."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, name: str, seed: int, window: int | None = None) -> None:
+        """window: None for one at random."""
         self._random = random.Random(f"{name} {seed}")
-        self.window = self._random.randint(8, 32)
+        drawn = self._random.randint(8, 32)
+        self.window = drawn if window is None else window
         self.head_dim = self.one_of(16, 32)
         self.num_kv_heads = self.one_of(1, 2, 4)
         self.num_heads = self.num_kv_heads * self.one_of(*((2, 4) if self.num_kv_heads < 4 else (1, 2)))
@@ -304,6 +306,11 @@ def _gemma4(draw: Draw) -> Any:
         sliding_window=draw.window,
         **shares,
         use_double_wide_mlp=draw.chance(),
+        **draw.one_of(
+            {},
+            {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 3, "moe_intermediate_size": 48},
+        ),
         vocab_size_per_layer_input=VOCAB_SIZE,
         final_logit_softcapping=draw.one_of(None, 3.0),
         rope_parameters={
@@ -341,16 +348,17 @@ ARCHITECTURES: dict[str, Drawn] = {
 }
 
 
-def draw_config(name: str, seed: int) -> Any:
-    return ARCHITECTURES[name](Draw(name, seed))
+def draw_config(name: str, seed: int, window: int | None = None) -> Any:
+    return ARCHITECTURES[name](Draw(name, seed, window))
 
 
 def random_model(config: Any, *, seed: int = 0) -> Any:
     """transformers' model of `config`, float32, in which every parameter matters: norms differ from what they begin
     with, biases and sinks from 0."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").eval().float()
     generator = torch.Generator().manual_seed(seed)
     scalars = [
         (name, buffer) for name, buffer in model.named_buffers() if name.endswith(("layer_scalar", "correction_bias"))
@@ -371,9 +379,9 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
     return model
 
 
-def save_random_model(path: Path, name: str, seed: int) -> Any:
+def save_random_model(path: Path, name: str, seed: int, window: int | None = None) -> Any:
     """Write the model that `seed` draws of the architecture, with a tokenizer, and return transformers' own."""
-    model = random_model(draw_config(name, seed), seed=seed)
+    model = random_model(draw_config(name, seed, window), seed=seed)
     model.save_pretrained(path)
     save_tiny_tokenizer(path)
     return model

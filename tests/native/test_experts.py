@@ -11,15 +11,12 @@ from lamella.native.experts import Experts, RoutingRule, route
 from lamella.native.layer_linear import LinearLayer
 from lamella.native.linear import pack_weight
 from lamella.native.mlp import Gate, GatedMLP
-from tests.native.test_layers import KINDS, make
+from tests.helpers.native_layers import KINDS, random
+from tests.helpers.native_layers import make_layer as make
 
 COUNT, TOP_K, HIDDEN, WIDTH = 6, 3, 64, 96
 # 2 rows for each expert come in a few, 1,300 rows are more of an expert than go through at once
 ROWS = 1300
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_experts(kind: str, *, scales_input: bool = False, has_shared: bool = False, gate: Gate | None = None):

@@ -170,6 +170,18 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ExpertsBeside:
+    """Experts beside a layer's MLP: post_norm(experts(norm(x))), routed by router_norm(x), joins mlp_post_norm of what
+    the MLP gives."""
+
+    experts: Experts
+    norm: Norm
+    router_norm: Norm
+    post_norm: Norm
+    mlp_post_norm: Norm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PerLayerGate:
     """How a layer takes in what it alone gets of a token: x + norm(projection(activation(gate(x)) * input))."""
 
@@ -190,6 +202,7 @@ class DecoderLayer:
     post_attention_norm: Norm | None
     mlp_norm: Norm | None
     mlp: DenseMLP | Experts
+    experts_beside: ExpertsBeside | None
     post_mlp_norm: Norm | None
     per_layer_gate: PerLayerGate | None
     scalar: Vector | None
@@ -278,6 +291,7 @@ class Model:
             post_attention_norm=norm("post_attention_norm", norms.post_attention),
             mlp_norm=norm("mlp_norm", norms.mlp),
             mlp=self._mlp(f"{name}.mlp", layer.mlp),
+            experts_beside=self._experts_beside(f"{name}.mlp", layer.experts_beside),
             post_mlp_norm=norm("post_mlp_norm", norms.post_mlp),
             per_layer_gate=self._per_layer_gate(name, self.config.per_layer_input),
             scalar=self._vector(f"{name}.layer_scalar", f"{name}.layer_scalar", 1) if layer.has_scalar else None,
@@ -322,6 +336,19 @@ class Model:
 
     def _mlp(self, name: str, config: MLPConfig | ExpertsConfig) -> DenseMLP | Experts:
         return self._dense(name, config) if isinstance(config, MLPConfig) else self._experts(name, config)
+
+    def _experts_beside(self, name: str, config: ExpertsConfig | None) -> ExpertsBeside | None:
+        if config is None:
+            return None
+        hidden = self.config.hidden_size
+        return ExpertsBeside(
+            self._experts(name, config),
+            self._norm(f"{name}.experts_norm", hidden),
+            # The router's own scale is the norm's weight, with the root that its logits are divided by.
+            self._norm(f"{name}.router_norm", hidden, factor=hidden**-0.5),
+            self._norm(f"{name}.post_experts_norm", hidden),
+            self._norm(f"{name}.post_dense_norm", hidden),
+        )
 
     def _experts(self, name: str, config: ExpertsConfig) -> Experts:
         hidden, expert, router, count = self.config.hidden_size, config.expert, config.router, config.num_experts

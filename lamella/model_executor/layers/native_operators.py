@@ -113,11 +113,11 @@ class NativeOperators:
         gate_attention(attended, gate, config.activation)
         return attended
 
-    def experts(self, experts: Experts, x: torch.Tensor) -> torch.Tensor:
+    def experts(self, experts: Experts, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
         name = experts.gate_up_proj.name
         if name not in self._experts:
             self._experts[name] = native_experts(experts, self._add)
-        return self._experts[name](x.contiguous())
+        return self._experts[name](x.contiguous(), routed)
 
     def activate(self, gate_up: torch.Tensor, bias: torch.Tensor | None, config: MLPConfig) -> torch.Tensor:
         if config.clamp is not None:
@@ -259,6 +259,8 @@ def _reason_against_one_tail(layer: DecoderLayer, next_norm: Norm | None) -> str
         return "the MLP runs beside attention"
     if isinstance(layer.mlp, DenseMLP) and not layer.mlp.config.is_gated:
         return "its MLP is not a gated one"
+    if layer.experts_beside is not None:
+        return "it has experts beside its MLP"
     if layer.per_layer_gate is not None or layer.scalar is not None:
         return "it takes in inputs of its own, or is scaled"
     norms = (layer.post_attention_norm, layer.mlp_norm, layer.post_mlp_norm, next_norm)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from lamella.model_executor.models.config import (
-    Llama3Scaling,
+    BlendedScaling,
     LongRopeScaling,
     PairDivisors,
     ProportionalScaling,
@@ -28,8 +28,8 @@ def rotary_frequencies(rotary: RotaryConfig, device: torch.device, *, is_long: b
     if isinstance(scaling, (LongRopeScaling, PairDivisors)):
         return 1.0 / (_divisors(scaling, is_long, device) * rotary.theta**exponents) / rotary.position_divisor
     frequencies = 1.0 / (rotary.theta**exponents) / rotary.position_divisor
-    if isinstance(scaling, Llama3Scaling):
-        return _llama3(frequencies, scaling)
+    if isinstance(scaling, BlendedScaling):
+        return _blended(frequencies, scaling)
     if isinstance(scaling, YarnScaling):
         return _yarn(frequencies, scaling, rotary)
     if isinstance(scaling, ProportionalScaling):
@@ -43,7 +43,7 @@ def _divisors(scaling: LongRopeScaling | PairDivisors, is_long: bool, device: to
     return torch.tensor(scaling.long_divisors if is_long else scaling.short_divisors, device=device)
 
 
-def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+def _blended(frequencies: torch.Tensor, scaling: BlendedScaling) -> torch.Tensor:
     """transformers' `_compute_llama3_parameters`."""
     turns = scaling.original_positions * frequencies / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor

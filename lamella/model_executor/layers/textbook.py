@@ -12,7 +12,15 @@ from typing import Protocol
 import torch
 
 from lamella.model_executor.layers.contract import LayerInputs
-from lamella.model_executor.layers.description import DecoderLayer, DenseMLP, Experts, Norm, PerLayerGate, Projection
+from lamella.model_executor.layers.description import (
+    DecoderLayer,
+    DenseMLP,
+    Experts,
+    ExpertsBeside,
+    Norm,
+    PerLayerGate,
+    Projection,
+)
 from lamella.model_executor.models.config import GateConfig, MLPConfig
 from lamella.model_executor.step_attention import StepAttention
 
@@ -51,8 +59,9 @@ class Operations(Protocol):
         up + bias [T, width] -> activation(up)."""
         ...
 
-    def experts(self, experts: Experts, x: torch.Tensor) -> torch.Tensor:
-        """x [T, width] -> what its experts give, and the shared one, biases and all: [T, width]."""
+    def experts(self, experts: Experts, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, width] -> what its experts give, and the shared one, biases and all: [T, width]. routed [T, width]:
+        what the router reads; None: x."""
         ...
 
     def multiply_activated(self, gate: torch.Tensor, factor: torch.Tensor, activation: str) -> torch.Tensor:
@@ -135,6 +144,8 @@ def finish_layer(
     else:
         x, normed = operations.add(x, y, o_proj.bias, layer.post_attention_norm, layer.mlp_norm)
         y, bias = run_mlp(operations, layer.mlp, normed)
+    if layer.experts_beside is not None:
+        y, bias = with_experts_beside(operations, layer.experts_beside, x, y), None
     if layer.per_layer_gate is None and layer.scalar is None:
         return operations.add(x, y, bias, layer.post_mlp_norm, next_norm)
     x, _ = operations.add(x, y, bias, layer.post_mlp_norm, None)
@@ -156,6 +167,15 @@ def run_mlp(
     gate_up = project(operations, mlp.gate_up_proj, normed)
     activated = operations.activate(gate_up, mlp.gate_up_proj.bias, mlp.config)
     return reduce(project(operations, mlp.down_proj, activated)), mlp.down_proj.bias
+
+
+def with_experts_beside(
+    operations: Operations, beside: ExpertsBeside, x: torch.Tensor, of_mlp: torch.Tensor
+) -> torch.Tensor:
+    """x [T, width]: the residual stream that the MLP has read; of_mlp: what it gave, which has no bias."""
+    routed = operations.norm(x, beside.router_norm)
+    given = reduce(operations.experts(beside.experts, operations.norm(x, beside.norm), routed))
+    return operations.norm(of_mlp, beside.mlp_post_norm) + operations.norm(given, beside.post_norm)
 
 
 def run_per_layer_gate(

@@ -9,9 +9,9 @@ from lamella.model_executor.layers.routing import Routing, route
 from lamella.model_executor.layers.textbook import Operations, project, run_mlp
 
 
-def run_experts(operations: Operations, experts: Experts, x: torch.Tensor) -> torch.Tensor:
+def run_experts(operations: Operations, experts: Experts, x: torch.Tensor, routed: torch.Tensor | None) -> torch.Tensor:
     """As `Operations.experts`."""
-    expert_ids, weights = route_tokens(experts.router, x)
+    expert_ids, weights = route_tokens(experts.router, x if routed is None else routed)
     out = shared_output(operations, experts, x)
     for expert in expert_ids.unique().tolist():
         tokens, picks = torch.where(expert_ids == expert)

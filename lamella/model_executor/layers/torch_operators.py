@@ -95,8 +95,8 @@ class TorchOperators:
     ) -> torch.Tensor:
         return attention_gate(attended, _with_bias(gate, bias), config.activation)
 
-    def experts(self, experts: Experts, x: torch.Tensor) -> torch.Tensor:
-        return run_experts(self, experts, x)
+    def experts(self, experts: Experts, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+        return run_experts(self, experts, x, routed)
 
     def activate(self, gate_up: torch.Tensor, bias: torch.Tensor | None, config: MLPConfig) -> torch.Tensor:
         gate_up = _with_bias(gate_up, bias)

@@ -30,7 +30,7 @@ class RotaryConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3Scaling:
+class BlendedScaling:
     """Llama 3.1's: long wavelengths are divided by `factor`, short ones stay, those between are blended."""
 
     factor: float
@@ -75,7 +75,7 @@ class PairDivisors:
     divisors: tuple[float, ...]
 
 
-RotaryScaling = Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling | PairDivisors
+RotaryScaling = BlendedScaling | YarnScaling | LongRopeScaling | ProportionalScaling | PairDivisors
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +169,18 @@ class NormPlaces:
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """is_parallel: the MLP reads what attention reads, and both join the residual stream at once; there is no norm of
-    the MLP's own input then. has_scalar: the stream that leaves the layer is multiplied by a stored number."""
+    the MLP's own input then. has_scalar: the stream that leaves the layer is multiplied by a stored number.
+
+    experts_beside: experts that read the
+    stream as the MLP does, whose output joins the MLP's; each has norms of its own before and after it, and so has the
+    router before it (Gemma 4)."""
 
     attention: AttentionConfig
     mlp: MLPConfig | ExpertsConfig
     norms: NormPlaces = NormPlaces()
     is_parallel: bool = False
     has_scalar: bool = False
+    experts_beside: ExpertsConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +197,8 @@ class PerLayerInputConfig:
 class ModelConfig:
     """norm_kind: "rms", or "layer" for LayerNorm, with a bias if norm_has_bias; of every norm that is not of heads.
     embedding_scale multiplies a token's embedding. logits_scale multiplies logits; it is part of the last norm's weight
-    once that is loaded. final_logit_softcap c turns a logit l into c * tanh(l / c).
+    once that is loaded. final_logit_softcap c turns a logit l into c * tanh(l / c). num_left_out_layers: those that
+    files hold behind these, for predicting several tokens.
 
     A factor m of what every part adds to the residual stream needs no field: the stream divided by m gets the parts
     unscaled, so embedding_scale / m and norm_eps / m² say the same (Granite).
@@ -212,6 +218,7 @@ class ModelConfig:
     per_layer_input: PerLayerInputConfig | None = None
     logits_scale: float = 1.0
     final_logit_softcap: float | None = None
+    num_left_out_layers: int = 0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # the checkpoint's own

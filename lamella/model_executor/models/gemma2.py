@@ -4,7 +4,6 @@ which has the two before each part alone."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 
 from lamella.model_executor.models.config import ModelConfig, NormPlaces
 from lamella.model_executor.models.config_gguf import ConfigGguf
@@ -40,9 +39,15 @@ _LAYERS_OF_27B = 46
 _FOUR_NORMS = NormPlaces(input=True, post_attention=True, mlp=True, post_mlp=True)
 
 
-def config_from_json(
-    name: str, norms: NormPlaces, config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None
-) -> ModelConfig:
+def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
+    return _from_json("gemma2", _FOUR_NORMS, text, end_token_ids)
+
+
+def vault_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
+    return _from_json("vaultgemma", NormPlaces(), text, end_token_ids)
+
+
+def _from_json(name: str, norms: NormPlaces, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
     if text.optional_boolean("use_bidirectional_attention"):
         raise text.refuse("use_bidirectional_attention", "this is an encoder, and only causal models can generate")
     shape = shape_from_json(
@@ -111,13 +116,13 @@ GEMMA2 = Family(
     name="gemma2",
     architectures=("Gemma2ForCausalLM", "Gemma2Model", "gemma2"),
     gguf_architecture="gemma2",
-    config_from_json=partial(config_from_json, "gemma2", _FOUR_NORMS),
+    config_from_json=config_from_json,
     config_from_gguf=config_from_gguf,
     weights=_WEIGHTS,
 )
 VAULTGEMMA = Family(
     name="vaultgemma",
     architectures=("VaultGemmaForCausalLM", "VaultGemmaModel", "vaultgemma"),
-    config_from_json=partial(config_from_json, "vaultgemma", NormPlaces()),
+    config_from_json=vault_from_json,
     weights=_WEIGHTS,
 )

@@ -9,7 +9,6 @@ from typing import Any
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models import config_ranges as ranges
 from lamella.model_executor.models.config import (
-    MLPConfig,
     ModelConfig,
     NormPlaces,
     PerLayerInputConfig,
@@ -17,6 +16,7 @@ from lamella.model_executor.models.config import (
     RotaryConfig,
 )
 from lamella.model_executor.models.config_json import ConfigJson, shared_kv_owners
+from lamella.model_executor.models.experts_json import checked_experts
 from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.llama_shape import (
     KINDS,
@@ -27,6 +27,7 @@ from lamella.model_executor.models.llama_shape import (
     shape_from_json,
     with_default,
 )
+from lamella.model_executor.models.mlp_config import ExpertsConfig, MLPConfig, RouterConfig
 from lamella.model_executor.models.rope_json import read_rotary, renamed
 from lamella.model_executor.models.weight_map import (
     GGUF_HEAD_NORMS,
@@ -35,6 +36,7 @@ from lamella.model_executor.models.weight_map import (
     SAFETENSORS_LAYER,
     WeightMap,
 )
+from lamella.model_executor.weights.stacked import ExpertStack
 
 # What transformers 5.24's Gemma4TextConfig fills in.
 _DEFAULTS: Defaults = {
@@ -77,6 +79,7 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
     )
     window = text.integer("sliding_window", _WINDOW) if _SLIDING in kinds else None
     has_keys_as_values = text.boolean("attention_k_eq_v", False)
+    experts = _experts(text, shape)
     layers = []
     for layer, (kind, (head_dim, num_kv_heads)) in enumerate(zip(kinds, sizes, strict=True)):
         attention: dict[str, Any] = {
@@ -91,7 +94,7 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
         built = shape.layer(window if kind == _SLIDING else None, **attention)
         if layer in owners and text.boolean("use_double_wide_mlp", False):
             built = replace(built, mlp=MLPConfig(2 * shape.mlp_width, shape.activation))
-        layers.append(replace(built, has_scalar=True))
+        layers.append(replace(built, has_scalar=True, experts_beside=experts))
     return model_from_json(
         text,
         _DEFAULTS,
@@ -109,8 +112,17 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
 def _refuse_variants(text: ConfigJson) -> None:
     if text.fields.optional_string("use_bidirectional_attention") == "all":
         raise text.refuse("use_bidirectional_attention", "this is an encoder, and only causal models can generate")
-    if text.boolean("enable_moe_block", False):
-        raise text.refuse("enable_moe_block", "experts beside the MLP are not built")
+
+
+def _experts(text: ConfigJson, shape: LlamaShape) -> ExpertsConfig | None:
+    """Experts beside the MLP of every layer. transformers fills in none of the three numbers."""
+    if not text.boolean("enable_moe_block", False):
+        return None
+    router = RouterConfig(
+        scoring="softmax", top_k=text.integer("top_k_experts"), is_renormalised=True, has_expert_scale=True
+    )
+    expert = MLPConfig(text.integer("moe_intermediate_size"), shape.activation)
+    return checked_experts(text, text.integer("num_experts"), expert, router)
 
 
 def _head_sizes(text: ConfigJson, kind: str, layer: int) -> tuple[int, int]:
@@ -170,6 +182,16 @@ GEMMA4 = Family(
             "pre_feedforward_layernorm": "mlp_norm",
             "post_feedforward_layernorm": "post_mlp_norm",
             "layer_scalar": "layer_scalar",
+            "router.proj": "mlp.router",
+            "router.scale": "mlp.router_norm.weight",
+            "router.per_expert_scale": "mlp.router.expert_scale",
+            "pre_feedforward_layernorm_2": "mlp.experts_norm",
+            "post_feedforward_layernorm_1": "mlp.post_dense_norm",
+            "post_feedforward_layernorm_2": "mlp.post_experts_norm",
+        },
+        safetensors_stacks={
+            "experts.gate_up_proj": ExpertStack(("gate_proj", "up_proj")),
+            "experts.down_proj": ExpertStack(("down_proj",)),
         },
         gguf_layer={**GGUF_LAYER, **GGUF_HEAD_NORMS},
         prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),

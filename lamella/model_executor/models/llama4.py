@@ -102,5 +102,6 @@ LLAMA4 = Family(
         prefixes=("language_model.model.", "model.language_model.", "language_model.", "model."),
         other_parts={"vision_model.": "the vision tower", "multi_modal_projector.": "the projector of images"},
         safetensors_pairs=True,
+        gguf_pairs=True,
     ),
 )

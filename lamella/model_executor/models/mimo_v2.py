@@ -22,7 +22,7 @@ from lamella.model_executor.models.llama_shape import (
     with_default,
 )
 from lamella.model_executor.models.mlp_config import MLPConfig, RouterConfig
-from lamella.model_executor.models.rope_json import read_rotary
+from lamella.model_executor.models.rope_json import rotary_of_kind
 from lamella.model_executor.models.weight_map import WeightMap
 
 # What transformers 5.24's MiMoV2FlashConfig fills in.
@@ -49,7 +49,18 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
     """transformers 5.24 knows only its own names for what differs between layer kinds, as here."""
     num_layers = with_default(text, _DEFAULTS, "num_hidden_layers")
     kinds = layer_kinds(text, num_layers, lambda layer: layer == 0 or (layer + 1) % _FULL_EVERY == 0)
-    rotaries = {kind: _rotary(text, kind, kinds) for kind in KINDS}
+    head_dim, max_positions = head_size(text, _DEFAULTS), with_default(text, _DEFAULTS, "max_position_embeddings")
+    rotaries = {
+        kind: rotary_of_kind(
+            text,
+            kind,
+            kinds,
+            head_dim,
+            RotaryConfig(int(head_dim * _PARTIAL), _THETA[kind]),
+            max_positions=max_positions,
+        )
+        for kind in KINDS
+    }
     shape = shape_from_json(
         text, _DEFAULTS, rotary=rotaries["full_attention"], qkv_bias=text.boolean("attention_bias", False)
     )
@@ -87,23 +98,6 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
     experts = checked_experts(text, num_experts, expert, router)
     return model_from_json(
         text, _DEFAULTS, end_token_ids, "mimo_v2_flash", shape, with_experts(layers, experts, sparse.__getitem__)
-    )
-
-
-def _rotary(text: ConfigJson, kind: str, kinds: tuple[str, ...]) -> RotaryConfig:
-    """Each layer kind has an object of its own in `rope_parameters`."""
-    head_dim = head_size(text, _DEFAULTS)
-    if not text.fields.has_value("rope_parameters"):
-        return RotaryConfig(int(head_dim * _PARTIAL), _THETA[kind])
-    parameters = text.object("rope_parameters")
-    if not parameters.fields.has_value(kind) and kind not in kinds:
-        return RotaryConfig(head_dim, _THETA[kind])  # no layer is of this kind
-    return read_rotary(
-        parameters.object(kind),
-        head_dim,
-        theta=10_000.0,
-        max_positions=with_default(text, _DEFAULTS, "max_position_embeddings"),
-        has_partial=True,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lamella.errors import ModelLoadError
+from lamella.model_executor.models.afmoe import AFMOE
 from lamella.model_executor.models.cohere2 import COHERE2
 from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.models.config_gguf import ARCHITECTURE_KEY, ConfigGguf
@@ -15,6 +16,7 @@ from lamella.model_executor.models.gemma3 import GEMMA3
 from lamella.model_executor.models.gemma4 import GEMMA4
 from lamella.model_executor.models.gpt_oss import GPT_OSS
 from lamella.model_executor.models.granite import GRANITE, GRANITE_SWA
+from lamella.model_executor.models.laguna import LAGUNA
 from lamella.model_executor.models.llama import LLAMA
 from lamella.model_executor.models.llama4 import LLAMA4
 from lamella.model_executor.models.mimo_v2 import MIMO_V2_FLASH
@@ -23,11 +25,13 @@ from lamella.model_executor.models.mistral import MISTRAL
 from lamella.model_executor.models.mixtral import MIXTRAL
 from lamella.model_executor.models.olmo3 import OLMO2, OLMO3
 from lamella.model_executor.models.phi3 import PHI3
+from lamella.model_executor.models.phimoe import PHIMOE
 from lamella.model_executor.models.qwen2 import QWEN2
 from lamella.model_executor.models.qwen3 import QWEN3
 from lamella.model_executor.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from lamella.model_executor.models.smollm3 import SMOLLM3
 from lamella.model_executor.models.starcoder2 import STARCODER2
+from lamella.model_executor.models.step3p5 import STEP3P5
 from lamella.model_executor.models.typed_fields import TypedFields, shown
 from lamella.model_executor.models.weight_map import WeightMap
 from lamella.model_executor.weights.gguf_header import GgufHeader
@@ -59,6 +63,10 @@ FAMILIES: tuple[Family, ...] = (
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
+    AFMOE,
+    LAGUNA,
+    PHIMOE,
+    STEP3P5,
 )
 
 

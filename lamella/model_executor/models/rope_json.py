@@ -4,11 +4,12 @@ reads it (`modeling_rope_utils.py`)."""
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models import config_ranges as ranges
 from lamella.model_executor.models.config import (
-    Llama3Scaling,
+    BlendedScaling,
     LongRopeScaling,
     ProportionalScaling,
     RotaryConfig,
@@ -128,7 +129,7 @@ def read_rotary(
         low, high = config.number("low_freq_factor"), config.number("high_freq_factor")
         if low == high:
             raise config.refuse("high_freq_factor", f"must differ from low_freq_factor={low}: between them is a blend")
-        return RotaryConfig(dim, theta, scaling=Llama3Scaling(config.number("factor"), low, high, original))
+        return RotaryConfig(dim, theta, scaling=BlendedScaling(config.number("factor"), low, high, original))
     if kind == "yarn":
         return _yarn(config, dim, theta, original, max_positions)
     return _longrope(config, dim, theta, original, max_positions)
@@ -171,3 +172,14 @@ def _divisors(config: ConfigJson, key: str, num_pairs: int) -> tuple[float, ...]
     if len(divisors) != num_pairs or not all(above < each <= high for each in divisors):
         raise config.fields.error(key, f"a list of {num_pairs} numbers above {above:g}, one for each pair that turns")
     return divisors
+
+
+def rotary_of_kind(
+    config: ConfigJson, kind: str, kinds: Collection[str], head_dim: int, default: RotaryConfig, *, max_positions: int
+) -> RotaryConfig:
+    """The embedding of the layers of one kind, where `rope_parameters` has an object for each; what they are without it
+    is `default`. kinds: of all layers. A part of a head may turn. Raises as `read_rotary`."""
+    if not config.fields.has_value("rope_parameters") or kind not in kinds:
+        return default
+    parameters = renamed(config.object("rope_parameters").fields.object(kind))
+    return read_rotary(ConfigJson(parameters), head_dim, theta=10_000.0, max_positions=max_positions, has_partial=True)

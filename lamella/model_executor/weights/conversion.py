@@ -78,10 +78,14 @@ def plan_parameters(
         plans.append(ParameterPlan(name, shape, parameter_dtype(name, dtype), parts))
     if config.tie_word_embeddings:
         used.add("lm_head.weight")  # where one is stored, it has been found to equal the embeddings
+    left_out = tuple(f"layers.{config.num_layers + extra}." for extra in range(config.num_left_out_layers))
     problems += [
         f"{stored.stored_name} has no place in the model"
         for name, stored in checkpoint.tensors.items()
-        if name not in used and not _is_own_kv_scale(name, config) and not _is_of_read_kv(name, config)
+        if name not in used
+        and not name.startswith(left_out)
+        and not _is_own_kv_scale(name, config)
+        and not _is_of_read_kv(name, config)
     ]
     if problems:
         told = "; ".join(problems[:_MAX_PROBLEMS_TOLD])

@@ -79,10 +79,10 @@ void start_output(const Experts& experts, const float* x, int64_t num_rows, int6
 
 }  // namespace
 
-void run_experts(const Experts& experts, const float* x, int64_t num_rows, float* out) {
+void run_experts(const Experts& experts, const float* x, const float* routed, int64_t num_rows, float* out) {
     const int64_t count = experts.routing.num_experts;
     const int64_t width = experts.down_projs[0].num_columns, expert_width = experts.down_projs[0].depth;
-    const Assignment assigned = assign(experts, x, num_rows);
+    const Assignment assigned = assign(experts, routed, num_rows);
     start_output(experts, x, num_rows, width, out);
     int64_t most_rows = 0;
     for (int64_t expert = 0; expert < count; expert++)
@@ -120,9 +120,10 @@ void run_experts(const Experts& experts, const float* x, int64_t num_rows, float
     }
 }
 
-// x [num_rows][width] -> out [num_rows][width]; num_rows is 1 or more.
-LAMELLA_EXPORT void lamella_experts(const Experts* experts, const float* x, int64_t num_rows, float* out) {
-    run_experts(*experts, x, num_rows, out);
+// x and routed [num_rows][width] -> out [num_rows][width]; num_rows is 1 or more.
+LAMELLA_EXPORT void lamella_experts(const Experts* experts, const float* x, const float* routed, int64_t num_rows,
+                                    float* out) {
+    run_experts(*experts, x, routed, num_rows, out);
 }
 
 // logits [num_rows][num_experts], which change, -> ids and weights [num_rows][top_k].

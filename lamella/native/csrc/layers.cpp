@@ -93,7 +93,7 @@ void finish_with_mlp(const LayerTail& tail, float* x, const float* attended, int
 void finish_with_experts(const LayerTail& tail, float* x, const float* attended, int64_t num_rows, float* normed) {
     const Scratch y = make_scratch(num_rows * tail.out_proj.num_columns);
     join_attention(tail, x, attended, num_rows, normed, y.get());
-    run_experts(*tail.experts, normed, num_rows, y.get());
+    run_experts(*tail.experts, normed, normed, num_rows, y.get());
     join_mlp(tail, x, y.get(), num_rows, normed);
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lamella import LLM, SamplingParams
-from lamella.errors import ConfigError
-from lamella.model_executor.models.registry import FAMILIES
+from lamella.errors import ConfigError, ModelLoadError
+from lamella.model_executor.layers.description import Model
+from lamella.model_executor.models.registry import FAMILIES, parse_config, weight_map
+from lamella.model_executor.models.typed_json import read_json_object
 from lamella.model_executor.models.weight_map import WeightMap
 from lamella.model_executor.weights.checkpoint import SafetensorsCheckpoint
+from lamella.model_executor.weights.conversion import plan_parameters
 from lamella.model_executor.weights.mxfp4 import as_gguf, dequantize
 from lamella.model_executor.weights.stacked import ExpertStack
 from lamella.native.gguf_linear import gather_rows_gguf, pack_gguf
@@ -143,3 +147,16 @@ def test_scales_that_are_missing(tmp_path):
     problem = checkpoint.tensors["layers.0.mlp.experts.1.down_proj.weight"].problem
     assert problem is not None
     assert "down_proj_scales, the scales of its blocks, is missing" in problem
+
+
+def test_layers_behind_the_last_one_are_left_out(tmp_path):
+    save_tiny_experts(tmp_path, "qwen3 with experts")
+    path = tmp_path / "model.safetensors"
+    save_file({**load_file(path), "model.layers.4.mlp.gate.weight": torch.ones(2)}, path)
+    config = parse_config(read_json_object(tmp_path / "config.json"))
+    checkpoint = SafetensorsCheckpoint([path], weight_map(config))
+    parameters = Model(config, torch.float32).parameters()
+    with pytest.raises(ModelLoadError, match=r"model.layers.4.mlp.gate.weight has no place in the model"):
+        plan_parameters(checkpoint, config, parameters, torch.float32)
+    plans = plan_parameters(checkpoint, replace(config, num_left_out_layers=1), parameters, torch.float32)
+    assert len(plans) == len(parameters)

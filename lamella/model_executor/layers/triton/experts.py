@@ -10,11 +10,11 @@ from lamella.model_executor.layers.torch_experts import route_tokens, shared_out
 from lamella.model_executor.layers.triton.grouped import combined, grouped_product, sorted_rows
 
 
-def run_experts(operations: Operations, experts: Experts, x: torch.Tensor) -> torch.Tensor:
+def run_experts(operations: Operations, experts: Experts, x: torch.Tensor, routed: torch.Tensor | None) -> torch.Tensor:
     """As `Operations.experts`."""
     config = experts.config
     count, top_k = config.num_experts, config.router.top_k
-    expert_ids, weights = route_tokens(experts.router, x)
+    expert_ids, weights = route_tokens(experts.router, x if routed is None else routed)
     weights = weights.contiguous()
     pairs = sorted_rows(expert_ids, count)
     gate_up_proj, down_proj, scales_input = experts.gate_up_proj, experts.down_proj, config.router.scales_input

@@ -122,8 +122,8 @@ class TritonOperators:
     ) -> torch.Tensor:
         return gate_attention(attended, gate, config.activation, bias)
 
-    def experts(self, experts: Experts, x: torch.Tensor) -> torch.Tensor:
-        return run_experts(self, experts, x)
+    def experts(self, experts: Experts, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+        return run_experts(self, experts, x, routed)
 
     def activate(self, gate_up: torch.Tensor, bias: torch.Tensor | None, config: MLPConfig) -> torch.Tensor:
         if config.clamp is not None:
