@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,16 +44,17 @@ def load_model(source: ModelSource, run_by: RunBy, config: Any, dtype: torch.dty
         if run_by.is_text_alone:
             tensors = _text_tensors(tensors)
     try:
-        model, info = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=dict(tensors),
-            dtype=dtype,
-            trust_remote_code=False,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        with _without_bars():
+            model, info = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=dict(tensors),
+                dtype=dtype,
+                trust_remote_code=False,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelLoadError(f"{source.name}: transformers cannot load its weights: {text}") from error
@@ -70,6 +72,20 @@ def load_model(source: ModelSource, run_by: RunBy, config: Any, dtype: torch.dty
             )
     model.eval()
     return model
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers draws a bar for every load, wanted or not."""
+    from transformers.utils import logging as bars
+
+    was_enabled = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            bars.enable_progress_bar()
 
 
 def _stored_tensors(source: ModelSource) -> dict[str, Any]:
