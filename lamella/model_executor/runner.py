@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from lamella.attention.contract import AttentionBackend
+from lamella.attention.contract import AttentionBackend, AttentionParams
 from lamella.attention.metadata import require_covering_tables, to_device
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import KVCacheSpec
@@ -22,7 +22,7 @@ from lamella.model_executor.decode_graphs import (
     batch_sizes,
 )
 from lamella.model_executor.device_tables import DeviceTables
-from lamella.model_executor.layers.stack import Stack
+from lamella.model_executor.layers.contract import HeadScores
 from lamella.model_executor.receptive_field import ReceptiveField
 from lamella.model_executor.sampling.head_sampling import sample_from_head
 from lamella.model_executor.sampling.sampler import Sampler
@@ -36,6 +36,34 @@ if TYPE_CHECKING:
     from lamella.model_executor.sampling.device.device_sampler import DeviceSampler
 
 ALL_TOKENS: Mapping[int, np.ndarray] = MappingProxyType({})  # every layer takes in all tokens
+
+
+class RunnableModel(Protocol):
+    """A model with its weights: a `Stack` of native layers, or a transformers model."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def attention_params(self, specs: list[KVCacheSpec]) -> list[AttentionParams]:
+        """specs: what each layer sees (not how long its KV is kept)."""
+        ...
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: StepAttention,
+        is_long: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """token_ids, positions: int64 [T], the tokens that the first layer takes in; is_long: bool [T], which take the
+        rotary embedding of long texts, None: none. Returns [S, width], a row for each token that leaves the last
+        layer."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | HeadScores:
+        """Rows of what a call returned -> float32 [S, vocab_size] (may be a transposed view), or what computes only
+        those that are asked for."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +92,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Stack,
+        model: RunnableModel,
         backend: AttentionBackend,
         layout: KVLayout,
         attention_specs: list[KVCacheSpec],

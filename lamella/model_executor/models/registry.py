@@ -82,6 +82,18 @@ def weight_map(config: ModelConfig) -> WeightMap:
     return next(family.weights for family in FAMILIES if family.name == config.architecture)
 
 
+def is_known(fields: TypedFields) -> bool:
+    """Whether a family is there for what config.json calls its model."""
+    known = {name for family in FAMILIES for name in (*family.architectures, *family.multimodal_architectures)}
+    return any(name in known for name in ConfigJson(fields).names())
+
+
+def is_known_gguf(header: GgufHeader) -> bool:
+    """Whether a family is there for a GGUF file's architecture."""
+    name = header.fields().string(ARCHITECTURE_KEY)
+    return any(family.gguf_architecture == name and family.config_from_gguf is not None for family in FAMILIES)
+
+
 def parse_config(fields: TypedFields, end_token_ids: tuple[int, ...] | None = None) -> ModelConfig:
     """The ModelConfig of a config.json, read as transformers reads it. end_token_ids: generation_config.json's, which
     win; None where it has none.

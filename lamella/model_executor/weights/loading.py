@@ -23,7 +23,13 @@ from lamella.errors import ConfigError
 from lamella.model_executor.layers.description import Model
 from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.models.generation_config import GENERATION_CONFIG, GenerationConfig, read_generation_config
-from lamella.model_executor.models.registry import parse_config, parse_gguf_config, weight_map
+from lamella.model_executor.models.registry import (
+    is_known,
+    is_known_gguf,
+    parse_config,
+    parse_gguf_config,
+    weight_map,
+)
 from lamella.model_executor.models.typed_fields import shown
 from lamella.model_executor.models.typed_json import read_json_object
 from lamella.model_executor.progress import with_progress
@@ -76,6 +82,19 @@ def load_config(source: ModelSource) -> ModelConfig:
         check_memory(source.name, {each.name: each.shape for each in _parameters(config)})
         return config
     return fitted_config(_open(source, config, header), config, _parameters)
+
+
+def has_native_family(source: ModelSource) -> bool:
+    """Whether a family is there for the model, by the names that its file gives. Raises ModelLoadError where the file
+    cannot be read."""
+    if source.gguf_path is not None:
+        return is_known_gguf(read_gguf_header(source.gguf_path))
+    return is_known(read_json_object(source.folder / "config.json"))
+
+
+def end_token_ids(source: ModelSource) -> tuple[int, ...] | None:
+    """Those of the model's generation_config.json; None where it names none."""
+    return _generation_config(source).eos_token_ids
 
 
 def load_sampling_defaults(source: ModelSource) -> dict[str, Any]:
