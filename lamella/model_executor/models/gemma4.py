@@ -132,7 +132,9 @@ def _head_sizes(text: ConfigJson, kind: str, layer: int) -> tuple[int, int]:
     num_kv_heads = with_default(text, _DEFAULTS, "num_key_value_heads")
     if "per_layer_config" in text:
         every = text.fields.optional_object("per_layer_config")
-        own = every.optional_object(str(layer))
+        # transformers writes numbers of one width: "05" where there are more than ten layers.
+        name = next((key for key in every if key.isdecimal() and int(key) == layer), str(layer))
+        own = every.optional_object(name)
         if others := sorted(set(own) - {"head_dim", "num_key_value_heads"}):
             raise ModelLoadError(f"{own.place}: {own.prefix}{others[0]} is not built layer by layer; leave it out")
         return (
