@@ -29,14 +29,14 @@ def parsed(**fields: Any) -> ModelConfig:
         {"moe_layers_enum": "1, 2", "num_hidden_layers": 4},
         {"mlp_layer_types": ["sparse", "dense"], "num_hidden_layers": 2},
         {
-            "layer_types": [FULL, SLIDING],
-            "num_hidden_layers": 2,
+            "layer_types": [FULL, SLIDING] * 2,
+            "num_hidden_layers": 4,
             "sliding_window": 8,
             "num_sliding_attention_heads": 96,
         },
         {
-            "layer_types": [FULL, SLIDING],
-            "num_hidden_layers": 2,
+            "layer_types": [FULL, SLIDING] * 2,
+            "num_hidden_layers": 4,
             "sliding_window": 8,
             "attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 2},
         },
