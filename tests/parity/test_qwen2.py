@@ -78,6 +78,7 @@ def test_a_hybrid_in_variations(hybrid_folder, arguments):
 
 
 def test_a_hybrid_with_preemption(hybrid_folder):
-    """Room for about one and a half of the prompts, but for the longest."""
-    pool = {"kv_cache_memory_bytes": 20 * 2**20, "max_num_batched_tokens": 64, "max_model_len": 800}
-    check_preemption(hybrid_folder, [case for case in HYBRID if len(case.prompt_token_ids) < 700], **pool)
+    """Room for about two of the prompts, but for the longest; by the order that leaves none for the outputs."""
+    pool = {"kv_cache_memory_bytes": 24 * 2**20, "max_num_batched_tokens": 512, "max_model_len": 800}
+    cases = [case for case in HYBRID if len(case.prompt_token_ids) < 700]
+    check_preemption(hybrid_folder, cases, scheduling_policy="fcfs", **pool)

@@ -165,8 +165,8 @@ def problem(kernel, head_dim, tile):
     return compile_problem(kernel, named_shape(trial_workloads(kernel, head_dim, 2)[1], torch.bfloat16), tile, "sm_80")
 
 print(problem("decode", 64, Tile(16, 32, 4, 2)))
-print(problem("prefill", 64, Tile(64, 32, 4, 2)))
-print(problem("decode", 512, Tile(16, 128, 8, 2)))
+print(problem("prefill", 64, Tile(128, 64, 4, 2)))
+print(problem("decode", 512, Tile(16, 64, 16, 4)))
 print(problem("prefill", 64, Tile(64, 48, 4, 1)))
 """
 
