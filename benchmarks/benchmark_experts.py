@@ -141,9 +141,9 @@ def model_command(
         click.echo("| engine | prompt, tokens/s | decode of one request, tokens/s |\n|---|---|---|")
         for name, run in engines(folder, quantization, with_transformers):
             run(prompt, 2)  # weights that are mapped are read from the disk
-            first = run(prompt, 1)
-            whole = run(prompt, output + 1)
-            click.echo(f"| {name} | {prompt / first:.0f} | {output / max(whole - first, 1e-9):.1f} |")
+            first, whole = (min(run(prompt, tokens) for _ in range(2)) for tokens in (1, output + 1))
+            decode = f"{output / (whole - first):.1f}" if whole > first else "lost in noise"
+            click.echo(f"| {name} | {prompt / first:.0f} | {decode} |")
 
 
 def write_model(folder: Path) -> None:
