@@ -34,6 +34,10 @@ CONVERSIONS = {
     "smollm3": Conversion("smollm3", has_pairs=True),
     "granite": Conversion("granite", has_pairs=True),
     "starcoder2": Conversion("starcoder2"),
+    "mixtral": Conversion("llama", has_pairs=True),
+    "qwen2_moe": Conversion("qwen2moe"),
+    "qwen3_moe": Conversion("qwen3moe"),
+    "gpt_oss": Conversion("gpt-oss"),
 }
 
 
@@ -57,6 +61,10 @@ def save_random_gguf(path: Path, name: str, model: Any) -> None:
         if stored.startswith("lm_head") and config.tie_word_embeddings:
             continue
         values = parameter.float().numpy()
+        if ".experts." in stored or "sinks" in stored:
+            for spelled, part_values in _experts_and_sinks(stored, values, name == "gpt_oss"):
+                writer.add_tensor(spelled, np.ascontiguousarray(part_values))
+            continue
         part = stored.split(".")[-2]
         if conversion.has_pairs and part in heads:
             halves = values.reshape(heads[part], 2, -1, *values.shape[1:])
@@ -72,6 +80,21 @@ def save_random_gguf(path: Path, name: str, model: Any) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _experts_and_sinks(stored: str, values: np.ndarray, is_transposed: bool) -> list[tuple[str, np.ndarray]]:
+    """transformers' names of a layer's experts, which hold gate and up in one, and of sinks -> the format's."""
+    layer, name = stored.split(".")[2], stored.split(".")[-1]
+    if name == "sinks":
+        return [(f"blk.{layer}.attn_sinks.weight", values)]
+    ending = "bias" if name.endswith("_bias") else "weight"
+    if is_transposed and ending == "weight":
+        values = values.swapaxes(1, 2)
+    if name.startswith("down_proj"):
+        return [(f"blk.{layer}.ffn_down_exps.{ending}", values)]
+    half = values.shape[1] // 2
+    gate, up = (values[:, ::2], values[:, 1::2]) if is_transposed else (values[:, :half], values[:, half:])
+    return [(f"blk.{layer}.ffn_gate_exps.{ending}", gate), (f"blk.{layer}.ffn_up_exps.{ending}", up)]
 
 
 def _metadata(name: str, config: Any) -> dict[str, Any]:
@@ -116,6 +139,14 @@ def _metadata(name: str, config: Any) -> dict[str, Any]:
         keys["logit_scale"] = config.logit_scale
     if name == "ministral3":
         keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    if name in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
+        keys |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
+        width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        keys["expert_feed_forward_length"] = width
+    if name == "qwen2_moe":
+        keys["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    if name == "gpt_oss":
+        keys["attention.sliding_window"] = config.sliding_window
     if name == "granite":
         keys |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
         keys |= {"residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}

@@ -30,6 +30,22 @@ FIXED: dict[str, dict[str, Any]] = {
     "smollm3": {"use_sliding_window": False, "layer_types": None, "no_rope_layers": None, "no_rope_layer_interval": 4},
     "ministral3": {"sliding_window": None},
     "starcoder2": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
+    "qwen2_moe": {
+        "use_sliding_window": False,
+        "layer_types": None,
+        "sliding_window": None,
+        "mlp_only_layers": None,
+        "norm_topk_prob": False,
+    },
+    "qwen3_moe": {
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "mlp_only_layers": None,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    },
+    "gpt_oss": {"layer_types": None, "swiglu_limit": 7.0, "swiglu_alpha": 1.702, "attention_bias": True},
 }
 ROPES = {
     "llama": ("default", "linear", "llama3"),
@@ -37,6 +53,7 @@ ROPES = {
     "phi3": ("default", "longrope"),
     "olmo3": ("default",),
     "cohere2": ("default",),
+    "mixtral": ("default", "linear", "llama3"),
 }
 
 
@@ -52,6 +69,9 @@ def config_of(name: str, seed: int) -> Any:
     elif name == "ministral3":
         rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
         settings["rope_parameters"] = {**rope, "llama_4_scaling_beta": 0.3}
+    elif name == "gpt_oss":
+        rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+        settings["rope_parameters"] = {**rope, "truncate": False}
     elif name not in ("phi3",):
         settings["rope_parameters"] = draw.rope(*ROPES.get(name, ("default", "linear")))
     kind = type(draw_config(name, seed))

@@ -3,22 +3,27 @@ whose activation is bounded; published with experts in MXFP4."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from lamella.model_executor.models.config import ModelConfig, RotaryConfig, YarnScaling
+from lamella.model_executor.models.config_gguf import ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson
+from lamella.model_executor.models.experts_gguf import experts_from_gguf
 from lamella.model_executor.models.experts_json import checked_experts, count_of, with_experts
 from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.llama_shape import (
     head_size,
     layer_kinds,
+    model_from_gguf,
     model_from_json,
+    shape_from_gguf,
     shape_from_json,
     window_of_sliding,
 )
 from lamella.model_executor.models.mlp_config import GateClamp, MLPConfig, RouterConfig
 from lamella.model_executor.models.rope_json import flat_parameters
-from lamella.model_executor.models.weight_map import SAFETENSORS_LAYER, WeightMap
+from lamella.model_executor.models.weight_map import GGUF_LAYER, SAFETENSORS_LAYER, WeightMap
 from lamella.model_executor.weights.stacked import ExpertStack
 
 # What transformers 5.24's GptOssConfig fills in.
@@ -66,6 +71,23 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
     )
 
 
+def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:
+    """The format has no bounds of activations and no `truncate` of YaRN: llama.cpp has the published model's bounds,
+    and whole pairs at the ramp's ends; here both are the published model's."""
+    shape = shape_from_gguf(config, tensor_names)
+    if isinstance(shape.rotary.scaling, YarnScaling):
+        rotary = replace(shape.rotary, scaling=replace(shape.rotary.scaling, truncate=_YARN.truncate))
+        shape = replace(shape, rotary=rotary)
+    router = RouterConfig(scoring="softmax", top_k=1, has_bias=True, is_renormalised=True)
+    experts = experts_from_gguf(config, router)
+    clamp = GateClamp(limit=_LIMIT, slope=_ALPHA, up_offset=1.0)
+    experts = replace(experts, expert=replace(experts.expert, has_bias=True, clamp=clamp))
+    window = config.integer("attention.sliding_window", _WINDOW)
+    slides = config.sliding_pattern(shape.num_layers, 2)
+    layers = tuple(shape.layer(window if is_sliding else None, has_sinks=True) for is_sliding in slides)
+    return model_from_gguf(config, "gpt_oss", shape, with_experts(layers, experts, lambda layer: True), tensor_names)
+
+
 _BOTH, _DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 _INTERLEAVED = ExpertStack(_BOTH, is_transposed=True, is_interleaved=True)
 _TRANSPOSED = ExpertStack(_DOWN, is_transposed=True)
@@ -77,9 +99,16 @@ _BLOCKS = {
 GPT_OSS = Family(
     name="gpt_oss",
     architectures=("GptOssForCausalLM", "GptOssModel", "gpt_oss"),
+    gguf_architecture="gpt-oss",
     config_from_json=config_from_json,
+    config_from_gguf=config_from_gguf,
     weights=WeightMap(
         safetensors_layer=SAFETENSORS_LAYER,
+        gguf_layer={
+            **{name: ours for name, ours in GGUF_LAYER.items() if name != "ffn_norm"},
+            "post_attention_norm": "mlp_norm",
+            "attn_sinks.weight": "self_attn.sinks",
+        },
         safetensors_stacks={
             "mlp.experts.gate_up_proj": _INTERLEAVED,
             "mlp.experts.gate_up_proj_bias": replace(_INTERLEAVED, is_transposed=False, ending="bias"),

@@ -176,20 +176,23 @@ def model_from_json(
     eps_key: str = "rms_norm_eps",
     **fields: Any,
 ) -> ModelConfig:
-    """defaults: what transformers fills in, bos_token_id and eos_token_id included where it has them. whole: the file,
-    where `config` is a part of it; transformers reads `tie_word_embeddings` from there alone. eps_key: the norms'
-    epsilon. fields: of ModelConfig, as the family has them."""
+    """defaults: what transformers fills in, bos_token_id and eos_token_id included where it has them; those outside of
+    the vocabulary are none. whole: the file, where `config` is a part of it; transformers reads `tie_word_embeddings`
+    from there alone. eps_key: the norms' epsilon. fields: of ModelConfig, as the family has them."""
+    vocab_size = with_default(config, defaults, "vocab_size")
     bos_token_id = config.optional_integer("bos_token_id")
-    if "bos_token_id" not in config:
-        bos_token_id = defaults.get("bos_token_id")
-    if end_token_ids is None:
-        end_token_ids = config.token_ids("eos_token_id") if "eos_token_id" in config else end_tokens(defaults)
+    if "bos_token_id" not in config and defaults.get("bos_token_id", vocab_size) < vocab_size:
+        bos_token_id = defaults["bos_token_id"]
+    if end_token_ids is None and "eos_token_id" in config:
+        end_token_ids = config.token_ids("eos_token_id")
+    elif end_token_ids is None:
+        end_token_ids = tuple(token_id for token_id in end_tokens(defaults) if token_id < vocab_size)
     is_tied = (whole or config).boolean("tie_word_embeddings", defaults.get("tie_word_embeddings", False))
     return checked(
         ModelConfig(
             **{
                 "architecture": architecture,
-                "vocab_size": with_default(config, defaults, "vocab_size"),
+                "vocab_size": vocab_size,
                 "hidden_size": shape.hidden_size,
                 "layers": layers,
                 "norm_eps": config.number(eps_key, defaults.get(eps_key, 1e-6)),

@@ -122,6 +122,8 @@ class WeightMap:
         """As `from_safetensors`."""
         stem, _, suffix = name.rpartition(".")
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if layer and f"{layer[2]}.{suffix}" in self.gguf_layer:
+            return f"layers.{layer[1]}.{self.gguf_layer[f'{layer[2]}.{suffix}']}"
         if layer and layer[2] in self.gguf_layer:
             return f"layers.{layer[1]}.{self.gguf_layer[layer[2]]}.{suffix}"
         return f"{_GGUF_MODEL[stem]}.{suffix}" if stem in _GGUF_MODEL else name
