@@ -150,8 +150,8 @@ class Router:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """All experts' layers lie one after the other, as the outputs of one layer: of each expert 2 * width outputs of
-    gate_up_proj, its gate first, and hidden_size outputs of down_proj. shared_gate: of one output."""
+    """All held experts' layers lie one after the other, as the outputs of one layer: of each expert 2 * width outputs
+    of gate_up_proj, its gate first, and hidden_size outputs of down_proj. shared_gate: of one output."""
 
     config: ExpertsConfig
     router: Router
@@ -161,12 +161,16 @@ class Experts:
     shared_gate: Projection | None
 
     def gate_up_columns(self, expert: int) -> slice:
-        size = 2 * self.config.expert.width
-        return slice(expert * size, (expert + 1) * size)
+        """expert: a held one, as in `down_columns`."""
+        return self._columns(expert, self.gate_up_proj)
 
     def down_columns(self, expert: int) -> slice:
-        size = self.down_proj.num_out // self.config.num_experts
-        return slice(expert * size, (expert + 1) * size)
+        return self._columns(expert, self.down_proj)
+
+    def _columns(self, expert: int, projection: Projection) -> slice:
+        held = self.config.held_experts
+        size, place = projection.num_out // len(held), held.index(expert)
+        return slice(place * size, (place + 1) * size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -352,8 +356,7 @@ class Model:
 
     def _experts(self, name: str, config: ExpertsConfig) -> Experts:
         hidden, expert, router, count = self.config.hidden_size, config.expert, config.router, config.num_experts
-        numbers = range(count)
-        names = [f"{name}.experts.{each}" for each in numbers]
+        names = [f"{name}.experts.{each}" for each in config.held_experts]
         both = [Part(f"{each}.{which}", expert.width) for each in names for which in ("gate_proj", "up_proj")]
         gate_up_proj = Projection(f"{name}.experts.gate_up_proj", both, hidden, has_bias=expert.has_bias)
         downs = [Part(f"{each}.down_proj", hidden) for each in names]

@@ -40,8 +40,14 @@ def gate_of(config: MLPConfig) -> Gate:
 
 
 def native_experts(experts: Experts, layers: Layers) -> native.Experts:
-    """Raises ConfigError for sizes that are not whole panels: the experts of a layer lie one after the other."""
+    """Raises ConfigError for sizes that are not whole panels, as the experts of a layer lie one after the other, and
+    for a worker's share of them."""
     config = experts.config
+    if config.held is not None:
+        raise ConfigError(
+            f"experts {config.held.start} to {config.held.stop - 1} of {config.num_experts}: the native path takes "
+            "layers with all of their experts; cut each of them (cuts_experts=True), or use attention_backend='torch'"
+        )
     sizes = {"expert width": (2 * config.expert.width, 2), "hidden size": (experts.down_columns(0).stop, 1)}
     for name, (rows, per_unit) in sizes.items():
         if rows % PANEL:

@@ -164,9 +164,14 @@ def run_mlp(
     """normed [T, width] -> what the MLP makes of it, without the bias of its last projection, and that bias."""
     if isinstance(mlp, Experts):
         return reduce(operations.experts(mlp, normed)), None
+    return reduce(run_dense(operations, mlp, normed)), mlp.down_proj.bias
+
+
+def run_dense(operations: Operations, mlp: DenseMLP, normed: torch.Tensor) -> torch.Tensor:
+    """normed [T, width] -> what the MLP makes of it, before the sum over workers and the last projection's bias."""
     gate_up = project(operations, mlp.gate_up_proj, normed)
     activated = operations.activate(gate_up, mlp.gate_up_proj.bias, mlp.config)
-    return reduce(project(operations, mlp.down_proj, activated)), mlp.down_proj.bias
+    return project(operations, mlp.down_proj, activated)
 
 
 def with_experts_beside(
@@ -181,9 +186,10 @@ def with_experts_beside(
 def run_per_layer_gate(
     operations: Operations, gate: PerLayerGate, per_layer: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
-    """x [T, width], per_layer [T, width of the layer's own input] -> [T, width], before the norm."""
+    """x [T, width], per_layer [T, width of the layer's own input] -> [T, width], before the norm. Each worker computes
+    all of it."""
     gated = operations.multiply_activated(project(operations, gate.gate, x), per_layer, gate.activation)
-    return reduce(project(operations, gate.projection, gated))
+    return project(operations, gate.projection, gated)
 
 
 def project(

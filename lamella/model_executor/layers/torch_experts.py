@@ -6,7 +6,7 @@ import torch
 
 from lamella.model_executor.layers.description import Experts, Router
 from lamella.model_executor.layers.routing import Routing, route
-from lamella.model_executor.layers.textbook import Operations, project, run_mlp
+from lamella.model_executor.layers.textbook import Operations, project, run_dense
 
 
 def run_experts(operations: Operations, experts: Experts, x: torch.Tensor, routed: torch.Tensor | None) -> torch.Tensor:
@@ -14,6 +14,8 @@ def run_experts(operations: Operations, experts: Experts, x: torch.Tensor, route
     expert_ids, weights = route_tokens(experts.router, x if routed is None else routed)
     out = shared_output(operations, experts, x)
     for expert in expert_ids.unique().tolist():
+        if expert not in experts.config.held_experts:
+            continue  # another worker's
         tokens, picks = torch.where(expert_ids == expert)
         weight = weights[tokens, picks].unsqueeze(1).to(x.dtype)
         taken = x[tokens]
@@ -47,7 +49,7 @@ def shared_output(operations: Operations, experts: Experts, x: torch.Tensor) -> 
     """What every token gets, whatever its experts: a new tensor [T, width]."""
     if experts.shared is None:
         return torch.zeros_like(x)
-    out, bias = run_mlp(operations, experts.shared, x)
+    out, bias = run_dense(operations, experts.shared, x), experts.shared.down_proj.bias
     out = out.contiguous() if bias is None else out + bias
     if experts.shared_gate is not None:
         out = out * torch.sigmoid(project(operations, experts.shared_gate, x))

@@ -71,7 +71,8 @@ class ExpertsConfig:
     """A token goes through those experts that the router gives it, each of them an MLP as `expert` says.
 
     shared: an MLP beside them that every token goes through; shared_has_gate: its output is multiplied with the sigmoid
-    of a linear layer of the token.
+    of a linear layer of the token. held: the experts whose weights the model has, where others of the num_experts are
+    other workers' (`sharding`); None: all.
     """
 
     num_experts: int
@@ -79,3 +80,8 @@ class ExpertsConfig:
     router: RouterConfig
     shared: MLPConfig | None = None
     shared_has_gate: bool = False
+    held: range | None = None
+
+    @property
+    def held_experts(self) -> range:
+        return range(self.num_experts) if self.held is None else self.held

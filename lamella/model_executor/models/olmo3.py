@@ -21,6 +21,7 @@ from lamella.model_executor.models.llama_shape import (
     with_default,
 )
 from lamella.model_executor.models.rope_json import read_rotary, renamed
+from lamella.model_executor.models.sharding import ROW_NORM_SHARDING
 from lamella.model_executor.models.weight_map import (
     GGUF_HEAD_NORMS,
     GGUF_LAYER,
@@ -108,6 +109,7 @@ _WEIGHTS = WeightMap(
         "post_attention_norm": "post_attention_norm",
         "post_ffw_norm": "post_mlp_norm",
     },
+    sharding=ROW_NORM_SHARDING,
 )
 OLMO2 = Family(
     name="olmo2",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from lamella.model_executor.models.sharding import SHARDING, ShardRule
 from lamella.model_executor.weights.stacked import ExpertStack
 
 # Of a layer, as most families have them: what files say -> what the model says, each without ".weight" or ".bias".
@@ -71,6 +72,8 @@ class WeightMap:
     *_stacks: of a layer's tensor that holds all of its experts, what it is called -> how it holds them. expert_layer:
     of an expert with tensors of its own, what these are called -> what the model calls them; experts_name: what stands
     before the expert's number.
+    sharding: of each of the model's own names, without layer, expert, ".weight" and ".bias", how it is divided among
+    workers.
     """
 
     safetensors_layer: Mapping[str, str] = field(default_factory=lambda: SAFETENSORS_LAYER)
@@ -86,6 +89,7 @@ class WeightMap:
     safetensors_pairs: bool = False
     gguf_pairs: bool = False
     gguf_divisors: bool = True
+    sharding: Mapping[str, ShardRule] = field(default_factory=lambda: SHARDING)
 
     def from_safetensors(self, name: str) -> str:
         """A stored name -> the model's. A name that the family does not know comes back as it is, so that the error for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lamella.errors import ConfigError
 from lamella.model_executor.layers.description import Experts
 from lamella.model_executor.layers.textbook import Operations
 from lamella.model_executor.layers.torch_experts import route_tokens, shared_output
@@ -11,8 +12,13 @@ from lamella.model_executor.layers.triton.grouped import combined, grouped_produ
 
 
 def run_experts(operations: Operations, experts: Experts, x: torch.Tensor, routed: torch.Tensor | None) -> torch.Tensor:
-    """As `Operations.experts`."""
+    """As `Operations.experts`. Raises ConfigError for a worker's share of a layer's experts."""
     config = experts.config
+    if config.held is not None:
+        raise ConfigError(
+            f"experts {config.held.start} to {config.held.stop - 1} of {config.num_experts}: the Triton path takes "
+            "layers with all of their experts; cut each of them (cuts_experts=True), or use attention_backend='torch'"
+        )
     count, top_k = config.num_experts, config.router.top_k
     expert_ids, weights = route_tokens(experts.router, x if routed is None else routed)
     weights = weights.contiguous()
