@@ -170,6 +170,7 @@ class Workers:
 
         def run_one(rank: int) -> None:
             self._own.rank = rank
+            torch.set_num_threads(1)  # each thread would begin OpenMP threads of its own
             try:
                 with torch.inference_mode():
                     results[rank] = function(rank)
@@ -178,10 +179,12 @@ class Workers:
                 self._barrier.abort()
 
         threads = [threading.Thread(target=run_one, args=(rank,)) for rank in range(self.num_workers)]
+        num_threads = torch.get_num_threads()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        torch.set_num_threads(num_threads)
         for error in sorted(errors, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
             raise error
         return results
