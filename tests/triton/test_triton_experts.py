@@ -7,8 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lamella import LLM, SamplingParams
+from lamella.errors import ConfigError
+from lamella.model_executor.layers.description import Experts, Model
+from lamella.model_executor.layers.triton.operators import TritonOperators
+from lamella.model_executor.models.sharding import Worker, shard_config
+from tests.helpers.sharded_layers import case_config
 from tests.helpers.tiny_decoders import greedy_tokens
 from tests.helpers.tiny_experts import save_tiny_experts
 from tests.helpers.triton_cases import DEVICE
@@ -28,3 +34,11 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
         (output,) = llm.generate([prompt], params, use_tqdm=False)
     assert list(output.outputs[0].token_ids) == greedy_tokens(model, prompt, NUM_NEW)
+
+
+def test_some_of_a_layers_experts_are_refused() -> None:
+    """Products are of as many experts as the router has logits."""
+    experts = Model(shard_config(case_config("mixtral"), Worker(1, 2)), torch.float32).layers[0].mlp
+    assert isinstance(experts, Experts)
+    with pytest.raises(ConfigError, match=r"experts 2 to 3 of 4: the Triton path .*cuts_experts=True"):
+        TritonOperators().experts(experts, torch.zeros(3, 64))

@@ -180,11 +180,11 @@ class _Size(NamedTuple):
     """A field of a ModelConfig that is divided. may_repeat: several workers may have the same one of its things."""
 
     field: str
-    count: int
+    size: int
     may_repeat: bool = False
 
     def is_divided_by(self, num_workers: int) -> bool:
-        return self.count % num_workers == 0 or (self.may_repeat and num_workers % self.count == 0)
+        return self.size % num_workers == 0 or (self.may_repeat and num_workers % self.size == 0)
 
 
 def check_divisible(config: ModelConfig, worker: Worker) -> None:
@@ -202,7 +202,7 @@ def check_divisible(config: ModelConfig, worker: Worker) -> None:
     else:
         works += " would work"
     reason = "neither a multiple of it nor a divisor" if problem.may_repeat else "not a multiple of it"
-    raise ConfigError(f"num_workers={num_workers}: {problem.field}={problem.count} is {reason}; {works}")
+    raise ConfigError(f"num_workers={num_workers}: {problem.field}={problem.size} is {reason}; {works}")
 
 
 def _sizes(config: ModelConfig, cuts_experts: bool) -> Iterator[_Size]:
