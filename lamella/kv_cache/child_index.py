@@ -45,9 +45,11 @@ class ChildIndex:
         return self._nodes.get((parent, tokens), NO_NODE)
 
     def tokens(self, node: int) -> bytes:
+        """The node's block."""
         return self._keys[node][1]
 
     def add(self, parent: int, tokens: bytes, node: int) -> None:
+        """Enter a new node for a block that `parent` has no child for."""
         self._nodes[parent, tokens] = node
         self._keys[node] = parent, tokens
         only = self._only_child.setdefault(parent, node)
@@ -91,6 +93,7 @@ class ChildIndex:
             trie.set_source(node, self._is_source(node))
 
     def note_sources(self, nodes: Set[int]) -> None:
+        """`note_source` each node."""
         for node in self._trie_of.keys() & nodes:
             self.note_source(node)
 

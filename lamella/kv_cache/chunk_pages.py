@@ -97,6 +97,7 @@ class ChunkPages:
             self.step_pages.reset()
 
     def drop_all(self) -> None:
+        """`drop` every row that has anything for the time of the step."""
         for row in {*self.step_blocks, *self.num_passing}:
             self.drop(row)
 

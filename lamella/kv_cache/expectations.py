@@ -71,6 +71,7 @@ class Expectations:
         return iter(self._by_node)
 
     def num_bytes_at(self, node: int) -> int:
+        """What the node contributes to num_bytes; 0 where nobody expects it."""
         expected = self._by_node.get(node)
         return expected.first.num_bytes if expected else 0
 
@@ -81,6 +82,7 @@ class Expectations:
         return -expected.ranks[0], expected.since
 
     def add(self, expectation: Expectation) -> None:
+        """A waiting request counts on the expectation's node from now on."""
         expected = self._by_node.get(expectation.node)
         if expected is None:
             self._num_added += 1

@@ -38,6 +38,7 @@ class MemoryProfile:
 
     @property
     def taken_bytes(self) -> int:
+        """All that takes memory besides KV."""
         return self.foreign_bytes + self.weights_bytes + self.step_bytes + self.graph_bytes
 
     def kv_bytes(self, utilization: float) -> int:

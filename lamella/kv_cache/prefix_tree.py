@@ -110,6 +110,7 @@ class PrefixTree:
     # Finding
 
     def root(self, salt: Salt) -> int:
+        """The root of the salt's prompts, made if there is none. Without a child or a pin it goes when it is pruned."""
         node = self._roots.get(salt)
         if node is None:
             node = self._roots[salt] = self._new_row()
@@ -125,9 +126,11 @@ class PrefixTree:
         return self._end_at[node]
 
     def nodes(self) -> Iterator[int]:
+        """All nodes but the roots."""
         return iter(self._index)
 
     def roots(self) -> dict[Salt, int]:
+        """The root of each salt. Not to be changed."""
         return self._roots
 
     def match(self, token_ids: np.ndarray, salt: Salt, max_tokens: int) -> PrefixMatch:
@@ -301,6 +304,7 @@ class PrefixTree:
         self._pins_at[node] += 1
 
     def unpin(self, node: int) -> None:
+        """Undo one `pin`. The node goes if nothing else keeps it."""
         self._pins_at[node] -= 1
         assert self._pins_at[node] >= 0, "unpin without pin"
         if not self._num_children_at[node]:

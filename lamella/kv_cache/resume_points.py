@@ -36,6 +36,7 @@ class EvictionOrder:
         return self._order[0][-1] if self._order else NO_NODE
 
     def put(self, node: int, worth: _Worth) -> None:
+        """Enter the node, or move it to where its new worth belongs."""
         before = self._worth.get(node)
         if before != worth:
             if before is not None:
@@ -44,6 +45,7 @@ class EvictionOrder:
             self._worth[node] = worth
 
     def discard(self, node: int) -> None:
+        """Take the node out, if it is there."""
         worth = self._worth.pop(node, None)
         if worth is not None:
             self._order.remove(worth)
@@ -74,6 +76,7 @@ class ResumePoints:
         return iter(sorted(self._held, key=self._last_use.__getitem__))
 
     def is_set_aside(self, node: int) -> bool:
+        """Whether there is a resume point at `node` that is set aside."""
         return node in self._held and node not in self._all
 
     def held(self, node: int) -> list[Page]:

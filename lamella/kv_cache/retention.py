@@ -48,6 +48,7 @@ class RetentionPolicy:
 
     @property
     def keeps_ends(self) -> bool:
+        """Whether ends and places where prompts part are kept."""
         return self.name != "none"
 
     @property
@@ -58,6 +59,7 @@ class RetentionPolicy:
 
     @property
     def keeps_spare(self) -> bool:
+        """Whether sliding pages that nothing keeps stay cached until memory is wanted."""
         return self.spare and self.keeps_ends
 
     @property

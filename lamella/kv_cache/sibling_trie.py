@@ -120,6 +120,7 @@ class SiblingTrie:
             between.sources.add(below.oldest_source)
 
     def remove(self, node: int) -> None:
+        """Remove the child, and the branch above it if nothing parts there any more."""
         self.set_source(node, False)
         leaf = self._leaves.pop(node)
         branch, above = leaf.above, leaf.above.above
@@ -129,6 +130,7 @@ class SiblingTrie:
             above.following[above.key(leaf.prefix)], below.above = below, above
 
     def is_source(self, node: int) -> bool:
+        """Whether copies may be taken of the child, as `set_source` said last."""
         return self._leaves[node].is_source
 
     def set_source(self, node: int, is_source: bool) -> None:
@@ -140,7 +142,7 @@ class SiblingTrie:
         leaf.is_source = is_source
         after = leaf.oldest_source
         branch = leaf.above
-        while branch.above is not None:  # the root has none, since what is below it may have nothing in common
+        while branch.above is not None:  # the root keeps no sources: those below it may share no token
             was_oldest = branch.oldest_source
             if before is not None:
                 branch.sources.remove(before)
