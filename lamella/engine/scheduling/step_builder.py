@@ -16,6 +16,7 @@ def build_step_plan(
     scheduled: np.ndarray,
     num_new: np.ndarray,
     reached: Reached,
+    is_long_text: np.ndarray | None = None,
 ) -> StepPlan:
     """scheduled: int64 [R] rows, those with one new token first; num_new: int64 [R] tokens each, from where the rows
     are when all steps planned before have run. A plan holds until two more have been built.
@@ -49,6 +50,7 @@ def build_step_plan(
         num_sampled=is_complete.astype(np.int64),
         sampling=rows.sampling_batch(scheduled[is_complete], reached.num_tokens),
         token_sources=_token_sources(rows, reached, row_of_token, positions),
+        is_long_text=is_long_text,
     )
 
 
