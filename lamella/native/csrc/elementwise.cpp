@@ -54,7 +54,7 @@ struct GeluTanh {
     }
 };
 
-// Near 0 a polynomial (Cephes, tanhf), for 1 - 2 / (e^2x + 1) would cancel there.
+// Near 0 by a polynomial (Cephes, tanhf), because 1 - 2 / (e^2x + 1) would lose its digits there.
 Vec hyperbolic_tangent(Vec x) {
     const Vec square = x * x;
     Vec p = broadcast(-5.70498872745e-3f);
@@ -84,8 +84,8 @@ void gated(const float* gate_up, int64_t step, int64_t num_rows, int64_t width, 
 
 }  // namespace
 
-// x[num_rows, width] += rms_norm(y) * post_weight, or += y without post_weight, or nothing without y; then
-// out = rms_norm(x) * next_weight, or = x without next_weight. out null: x alone.
+// x[num_rows, width] += rms_norm(y) * post_weight; += y where post_weight is null; nothing is added where y is null.
+// Then out = rms_norm(x) * next_weight, or x where next_weight is null. Where out is null only x is changed.
 LAMELLA_EXPORT void lamella_add_norm(float* x, int64_t x_step, const float* y, int64_t y_step,
                                      const float* post_weight, const float* next_weight, float eps, int64_t num_rows,
                                      int64_t width, float* out) {

@@ -1,5 +1,5 @@
-// Linear layers of every kind by one description, and transformer layers as one call: for a single row, the calls from
-// Python would take as long as the work, for the weights that stream by push the interpreter out of the caches.
+// Linear layers of every kind by one description, and transformer layers as one call. For a single row, separate calls
+// from Python would take as long as the work: the weights that stream by push the interpreter out of the caches.
 #include <omp.h>
 
 #include "kernels.h"
@@ -37,7 +37,7 @@ struct LayerTail {
     int64_t is_silu;  // else gelu_tanh
 };
 
-// What a layer's attention has whatever the step.
+// What a layer's attention has that does not depend on the step.
 struct Attention {
     Linear qkv_proj;  // columns of num_heads query heads, then the KV heads' keys, then their values
     const float* query_norm;  // null: no norm
@@ -57,7 +57,7 @@ struct DecoderLayer {
     LayerTail tail;
 };
 
-// What the step has for a layer; layers share it.
+// What a step has for a layer; several layers share it.
 struct LayerStep {
     const Batch* batch;
     const int64_t* slots;  // [num_rows]
@@ -174,9 +174,9 @@ LAMELLA_EXPORT void lamella_finish_layer(const LayerTail* tail, float* x, const 
     finish_layer(*tail, x, attended, num_rows, normed);
 }
 
-// Layers one after the other, all rows through each: x [num_rows][width] is the residual stream, and
-// normed [num_rows][width] its norm: the first layer's input, and in the end what follows the last. num_rows is 1 or
-// more. Returns 0, or 1 where memory is lacking.
+// Runs layers one after the other, all rows through each. x [num_rows][width] is the residual stream. normed
+// [num_rows][width] is its norm: before the call the first layer's input, after it the following_norm(x) of the last.
+// num_rows is 1 or more. Returns 0, or 1 where memory is lacking.
 LAMELLA_EXPORT int64_t lamella_run_layers(const DecoderLayer* const* layers, const LayerStep* const* steps,
                                           int64_t num_layers, float* x, float* normed, int64_t num_rows) {
     const AttentionScratch scratch(layers, num_layers, num_rows);
