@@ -14,12 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from attention_compile_report import SHARED_LIMITS, amd_registers, nvidia_registers
-from lamella.model_executor.layers.triton import activation, heads, norm
+from lamella.model_executor.layers.triton import activation, clamped, grouped, heads, norm
+from lamella.model_executor.models.mlp_config import GateClamp
 
 LAUNCH_OPTIONS = ("num_warps", "enable_fp_fusion")
 ITEMSIZE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -29,6 +31,8 @@ _TYPES = {
     "weight": "*fp32", "post_weight": "*fp32", "next_weight": "*fp32", "query_weight": "*fp32", "key_weight": "*fp32",
     "slots": "*i64", "eps": "fp32", "post_eps": "fp32", "next_eps": "fp32", "softcap": "fp32",
     "key_scale": "fp32", "value_scale": "fp32",
+    "order": "*i64", "begins": "*i32", "factors": "*fp32", "weights": "*fp32",
+    "limit": "fp32", "slope": "fp32", "up_offset": "fp32",
     "x_row_stride": "i32", "y_row_stride": "i32", "row_stride": "i32", "rotary_row_stride": "i32",
     "key_page_stride": "i32", "value_page_stride": "i32",
 }  # fmt: skip
@@ -117,6 +121,7 @@ def launches() -> Iterator[Launch]:
         constants = activation.gated_constants(width, kind)
         yield Launch("gated", f"{name}, {kind}", activation.gated_kernel, constants | {"bias": None}, 3 * width * 2)
     yield Launch("gated", "width 14336, silu, bias", activation.gated_kernel, constants, 3 * 14336 * 2)
+    yield from _launches_of_experts()
     vocab = 262144
     yield Launch(
         "softcap",
@@ -146,6 +151,33 @@ def _launches_of_other_heads() -> Iterator[Launch]:
         constants |= dict.fromkeys((*absent, "key_scale", "value_scale"))
         row_elements = 2 * (num_heads * k_dim + num_kv_heads * (k_dim + v_dim)) + rotary_dim
         yield Launch("heads", name, heads.heads_kernel, constants, row_elements * ITEMSIZE_BYTES["bf16"])
+
+
+def _launches_of_experts() -> Iterator[Launch]:
+    """Row bytes of a product: a pair's inputs and outputs, the weights not counted."""
+    bf16, weights = torch.bfloat16, (("weight", "*bf16"),)
+    for name, count, top_k, hidden, width, num_tokens, dtype in (
+        ("gpt-oss-20b, 1 token", 32, 4, 2880, 2880, 1, bf16),
+        ("gpt-oss-20b, 256 tokens", 32, 4, 2880, 2880, 256, bf16),
+        ("gpt-oss-20b, 4096 tokens", 32, 4, 2880, 2880, 4096, bf16),
+        ("qwen3-30b-a3b, 64 tokens", 128, 8, 2048, 768, 64, bf16),
+        ("mimo-v2-flash, 8192 tokens", 256, 8, 4096, 2048, 8192, bf16),
+        ("qwen3-30b-a3b, 4096 tokens, fp32", 128, 8, 2048, 768, 4096, torch.float32),
+    ):
+        kind, types = ("bf16", weights) if dtype is bf16 else ("fp32", ())
+        for part, num_out, num_in, pairs_per_row in (("up", 2 * width, hidden, top_k), ("down", hidden, width, 1)):
+            constants = grouped.grouped_constants(num_tokens * top_k, count, num_out, num_in, pairs_per_row, dtype)
+            constants |= dict.fromkeys(("factors",) if "gpt-oss" in name else ("bias", "factors"))
+            moved = (num_out + num_in) * dtype.itemsize
+            yield Launch(f"grouped, {part}", name, grouped.grouped_kernel, constants, moved, kind, types)
+    constants = grouped.grouped_constants(16, 16, 16384, 5120, 1, bf16) | {"bias": None}
+    name = "llama-4-scout, weighted inputs"
+    yield Launch("grouped, up", name, grouped.grouped_kernel, constants, 2 * 21504, types=weights)
+    constants = grouped.combine_constants(2880, 4) | {"shared": None}
+    yield Launch("combine", "gpt-oss-20b", grouped.combine_kernel, constants, 5 * 2880 * 2)
+    clamp = GateClamp(limit=7.0, slope=1.702, up_offset=1.0)
+    constants = clamped.clamped_constants(2880, "silu", clamp)
+    yield Launch("clamped", "gpt-oss-20b", clamped.clamped_kernel, constants | {"bias": None}, 3 * 2880 * 2)
 
 
 def compile_launch(launch: Launch, target: str) -> Measured:

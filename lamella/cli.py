@@ -88,6 +88,7 @@ PLAN_FLAGS = {
     "interval_tokens": "--swa-eviction-interval",
     "swa_eviction_interval": "--swa-eviction-interval",
     "ratios": "--ratio",
+    "mean_tokens": "--mean-length",
     "swa_full_tokens_ratio": "--ratio",
     "plot": "--plot",
 }
@@ -192,6 +193,7 @@ def generate(ctx: click.Context, prompts: tuple[str, ...], prompts_file: Path | 
 @click.option("--max-num-batched-tokens", type=WHOLE, default=2048, show_default=True, help="Most tokens in one step.")
 @click.option("--swa-eviction-interval", type=WHOLE, help="Tokens that leave a window before decode frees them.")
 @click.option("--ratio", "ratios", type=REAL, multiple=True, help="Fixed pools to compare with; may be repeated.")
+@click.option("--mean-length", type=WHOLE, help="Tokens of a request on average; all of --context unless given.")
 @click.option("--plot", type=click.Path(), help="Also draw requests against context into this PNG.")
 def plan(
     model: str,
@@ -202,6 +204,7 @@ def plan(
     max_num_batched_tokens: int,
     swa_eviction_interval: int | None,
     ratios: tuple[float, ...],
+    mean_length: int | None,
     plot: str | None,
 ) -> None:
     """Say how many requests a KV memory holds, without loading weights."""
@@ -213,6 +216,7 @@ def plan(
         chunk_tokens=max_num_batched_tokens,
         interval_tokens=swa_eviction_interval,
         ratios=ratios or None,
+        mean_tokens=mean_length,
     )
     made = plan_memory(model, model_specs(model, DTYPE_BYTES[dtype]), options)
     click.echo(with_flags(made.report(), PLAN_FLAGS))

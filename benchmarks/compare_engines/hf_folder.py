@@ -11,6 +11,7 @@ import torch
 from lamella.errors import ConfigError, InvariantError, ModelLoadError
 from lamella.model_executor.models.config import AttentionConfig, ModelConfig, RotaryConfig
 from lamella.model_executor.models.gemma3 import GEMMA3
+from lamella.model_executor.models.mlp_config import MLPConfig
 from lamella.model_executor.models.registry import parse_gguf_config
 from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.text.chat_templates import gguf_chat_templates
@@ -65,19 +66,21 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
             old_keys["rope_scaling"] = {"rope_type": "linear", "factor": full["factor"]}
     if sliding is not None:
         old_keys["rope_local_base_freq"] = sliding["rope_theta"]
+    mlp = config.layers[0].mlp
+    assert isinstance(mlp, MLPConfig)  # Gemma 3 has no experts
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.layers[0].mlp.width,
+        "intermediate_size": mlp.width,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": first.num_heads,
         "num_key_value_heads": first.num_kv_heads,
         "head_dim": first.k_dim,
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
-        "rms_norm_eps": config.rms_norm_eps,
+        "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.max_position_embeddings,
         "query_pre_attn_scalar": round(first.scale**-2),
         "sliding_window": windows[0] if windows else None,

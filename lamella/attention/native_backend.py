@@ -165,14 +165,17 @@ class NativeBackend:
         queries: torch.Tensor,
         transform: HeadTransform,
         metadata: AttentionMetadata,
+        query_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with queries [T, num_heads * k_dim] -> [T, num_heads, v_dim] and write nothing: K and V are in their
-        pages."""
+        pages. query_scale: [T, 1, 1], what queries are multiplied by after all else."""
         pages = _pages(cache)
         no_keys = Pages(
             pages.keys, pages.values, pages.unit_floats, pages.page_tokens, 0, pages.k_dim, pages.v_dim, pages.num_ids
         )
         query = self._transform(params.num_heads, no_keys, queries, transform, metadata.slot_mapping)
+        if query_scale is not None:
+            query = query * query_scale
         out = query.new_empty(len(query), params.num_heads, params.spec.v_dim)
         self.attend_all(params, cache, query, metadata, out)
         return out

@@ -20,6 +20,8 @@ from lamella.model_executor.layers.choice import QUANTIZATIONS
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 KV_SPLITS = ("elastic", "ratio")
+MODEL_IMPLS = ("auto", "native", "transformers")
+MODEL_IMPL_ALIASES = {"vllm": "native"}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
@@ -54,6 +56,8 @@ class EngineConfig:
     model: Hugging Face folder, .gguf file, or "demo:gemma-3-270m".
     tokenizer: folder or file to use instead of the model's.
     load_format: "auto", "safetensors", "gguf" or "dummy" (random weights).
+    model_impl: whose layers run: "native" (lamella's; "vllm" means the same), "transformers" (those of the installed
+        transformers, on lamella's attention and KV cache), or "auto": native ones where there are some for the model.
     dtype: numbers to compute with: "auto" (the checkpoint's; float32 on CPU), "float32" or "float", "bfloat16",
         "float16" or "half".
     quantization: weights in fewer bits, on a CPU: "int8", "w8a8" (the fastest for many requests), "gguf" (the GGUF
@@ -101,6 +105,7 @@ class EngineConfig:
     _: KW_ONLY
     tokenizer: str | None = None
     load_format: str = "auto"
+    model_impl: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
     device: str = "auto"
@@ -146,7 +151,10 @@ class EngineConfig:
             self._set("dtype", str(self.dtype).removeprefix("torch."))
         if isinstance(self.dtype, str):
             self._set("dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
+        if isinstance(self.model_impl, str):
+            self._set("model_impl", MODEL_IMPL_ALIASES.get(self.model_impl, self.model_impl))
         self._require_one_of("load_format", LOAD_FORMATS)
+        self._require_one_of("model_impl", MODEL_IMPLS)
         self._require_one_of("dtype", DTYPES)
         self._require_one_of("quantization", QUANTIZATIONS)
         self._require_one_of("attention_backend", BACKEND_NAMES)

@@ -16,6 +16,7 @@ from lamella.argument_checks import shown
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine_inspection import EngineInspection
 from lamella.engine.held_interrupts import HeldInterrupts
+from lamella.engine.model_opening import ServedConfig
 from lamella.engine.model_setup import LoadedEngine, load_engine
 from lamella.engine.output_processor import OutputProcessor
 from lamella.engine.outputs import RequestOutput
@@ -35,7 +36,6 @@ from lamella.errors import CapacityError, ConfigError, EngineClosedError, Reques
 from lamella.kv_cache import invariants
 from lamella.kv_cache.counters import GroupUsage, KVCacheCounters
 from lamella.kv_cache.report import kv_cache_report
-from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.runner import LaunchedStep
 from lamella.model_executor.text.tokenizer import Tokenizer
 from lamella.native.fork_guard import FORK_GUARD
@@ -326,7 +326,7 @@ class Engine:
         return self._loaded is None
 
     @property
-    def model_config(self) -> ModelConfig:
+    def model_config(self) -> ServedConfig:
         return self._require_open().model_config
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -14,6 +14,7 @@ from lamella.argument_checks import truth_value
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine
 from lamella.engine.generate_progress import generate_progress
+from lamella.engine.model_opening import ServedConfig
 from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, Prompt, split_prompts
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
@@ -21,7 +22,6 @@ from lamella.engine.turns import Turns, in_turn
 from lamella.engine.vllm_keywords import refuse_foreign
 from lamella.engine.vllm_request_arguments import CHAT_ARGUMENTS, GENERATE_ARGUMENTS
 from lamella.errors import EngineClosedError, LamellaError, RequestError
-from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -71,7 +71,7 @@ class LLM:
         return self.engine.load_seconds
 
     @property
-    def model_config(self) -> ModelConfig:
+    def model_config(self) -> ServedConfig:
         return self.engine.model_config
 
     def get_default_sampling_params(self) -> SamplingParams:

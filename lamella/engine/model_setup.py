@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from lamella.attention.choice import choose_backend
 from lamella.attention.kv_dtype import KV_CACHE_DTYPES
 from lamella.engine.config import EngineConfig
+from lamella.engine.model_opening import ServedConfig, open_model
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.errors import CapacityError, ConfigError
@@ -24,23 +24,14 @@ from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import PoolSize, decode_table_widths, size_pool, table_line_widths
 from lamella.kv_cache.split import split_pools
 from lamella.model_executor.decode_graphs import CAPTURABLE_BACKENDS, CudaGraphs
-from lamella.model_executor.layers.choice import choose_operators
-from lamella.model_executor.layers.description import Model
-from lamella.model_executor.layers.stack import Stack
 from lamella.model_executor.memory_profile import CudaMeter, LargestBatch, profile_memory
-from lamella.model_executor.models.config import ModelConfig, kv_sharing, layer_specs
-from lamella.model_executor.models.registry import weight_map
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.text.tokenizer import Tokenizer
-from lamella.model_executor.weights.kv_scales import KVScales, load_kv_scales
 from lamella.model_executor.weights.loading import (
-    load_config,
     load_sampling_defaults,
     load_tokenizer,
-    load_weights,
     resolve_model,
 )
-from lamella.model_executor.weights.model_source import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +41,7 @@ class LoadedEngine:
     """Everything that `Engine.close` lets go."""
 
     tokenizer: Tokenizer
-    model_config: ModelConfig
+    model_config: ServedConfig
     default_params: SamplingParams
     layout: KVLayout
     pool: PoolSize
@@ -73,34 +64,21 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
     cache_dir = Path(config.cache_dir) if config.cache_dir is not None else None
     source = resolve_model(config.model, config.load_format, cache_dir=cache_dir)
     tokenizer_source = source if config.tokenizer is None else resolve_model(config.tokenizer, cache_dir=cache_dir)
-    model_config = load_config(source)
+    opened = open_model(config.model_impl, source, shows_progress=shows_progress)
+    model_config = opened.config
     default_params = SamplingParams(**load_sampling_defaults(source))
     max_model_len = _check_max_model_len(config, model_config)
     dtype = _choose_dtype(config.dtype, model_config, device)
     kv_dtype = KV_CACHE_DTYPES[config.kv_cache_dtype]
-    kv_scales = None if kv_dtype is None else _kv_scales(source, model_config)
-    kv_dtype = kv_dtype or dtype
-    attention_specs = layer_specs(model_config, itemsize_bytes=kv_dtype.itemsize)
-    backend = choose_backend(
-        config.attention_backend, device, specs=attention_specs, dtype=kv_dtype, page_tokens=config.page_size
-    )
-    model = Model(model_config, dtype)
-    operators = choose_operators(config.quantization, backend.name, source, model)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="lamella-tokenizer") as pool:
         tokenizer_loading = pool.submit(load_tokenizer, tokenizer_source, cache_dir)
-        weights = load_weights(
-            source,
-            model,
-            form=operators.weight_form,
-            cache_dir=cache_dir,
-            shows_progress=shows_progress,
-        )
+        loaded = opened.load(config, dtype, kv_dtype, device)
         tokenizer = tokenizer_loading.result()
-    model.load({name: tensor.to(device) for name, tensor in weights.items()})
-    stack = Stack(model, operators)
+    kv_dtype = kv_dtype or dtype
+    backend, attention_specs = loaded.backend, loaded.attention_specs
 
     stored_specs = without_sliding(attention_specs) if config.disable_hybrid_kv_cache else attention_specs
-    layout = build_layout(stored_specs, page_tokens=config.page_size, kv_sharing=kv_sharing(model_config))
+    layout = build_layout(stored_specs, page_tokens=config.page_size, kv_sharing=loaded.kv_sharing)
     interval_tokens = config.swa_eviction_interval or config.page_size
     table_bounds = {
         "max_model_len": max_model_len or model_config.max_position_embeddings,
@@ -114,10 +92,11 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
         line_widths=table_line_widths(layout, chunk_tokens=config.max_num_batched_tokens, **table_bounds),
     )
     uses_graphs = device.type == "cuda" and not config.enforce_eager and backend.name in CAPTURABLE_BACKENDS
+    uses_graphs = uses_graphs and loaded.is_capturable
     memory_bytes, profile = _checked_memory_bytes(config.kv_cache_memory_bytes, device), None
     if memory_bytes is None and device.type == "cuda":
         profile = profile_memory(
-            stack,
+            loaded.runnable,
             backend,
             layout,
             attention_specs,
@@ -150,9 +129,19 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
         max_model_len=size.max_model_len,
         chunk_tokens=size.chunk_tokens,
         scheduling_policy=config.scheduling_policy,
+        short_text_tokens=model_config.short_text_tokens,
     )
     arena = allocate_arena(layout, size.num_slabs, device, step_pages_bytes=size.step_pages_bytes)
-    runner = ModelRunner(stack, backend, layout, attention_specs, arena, kv_dtype=kv_dtype, kv_scales=kv_scales)
+    runner = ModelRunner(
+        loaded.runnable,
+        backend,
+        layout,
+        attention_specs,
+        arena,
+        kv_dtype=kv_dtype,
+        kv_scales=loaded.kv_scales,
+        prunes=loaded.prunes,
+    )
     if device.type != "cpu":
         runner.reserve_tables(max_batch.num_requests, max_batch.line_widths)
     if uses_graphs:
@@ -161,11 +150,7 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
     return LoadedEngine(tokenizer, model_config, default_params, layout, size, manager, scheduler, runner)
 
 
-def _kv_scales(source: ModelSource, model_config: ModelConfig) -> list[KVScales]:
-    return load_kv_scales(source, weight_map(model_config), num_layers=model_config.num_layers)
-
-
-def _with_tokenizer_end(model_config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+def _with_tokenizer_end(model_config: ServedConfig, tokenizer: Tokenizer) -> ServedConfig:
     """The configuration with the tokenizer's own end token among the end tokens, as in vLLM: some chat models were made
     from others and name their own end token only there."""
     token_id = tokenizer.eos_token_id
@@ -208,7 +193,7 @@ def _num_blocks_more(config: EngineConfig) -> int:
 def _size_memory(
     config: EngineConfig,
     layout: KVLayout,
-    model_config: ModelConfig,
+    model_config: ServedConfig,
     memory_bytes: int,
     max_model_len: int | None,
 ) -> tuple[PoolSize, tuple[int, ...] | None, int]:
@@ -286,7 +271,7 @@ def _choose_device(name: str) -> torch.device:
     return device
 
 
-def _choose_dtype(name: str, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+def _choose_dtype(name: str, model_config: ServedConfig, device: torch.device) -> torch.dtype:
     if name == "auto":
         # CPUs without 16-bit arithmetic emulate it several times slower than float32.
         name = "float32" if device.type == "cpu" else model_config.dtype
@@ -295,7 +280,7 @@ def _choose_dtype(name: str, model_config: ModelConfig, device: torch.device) ->
     return dtype
 
 
-def _check_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int | None:
+def _check_max_model_len(config: EngineConfig, model_config: ServedConfig) -> int | None:
     """The length asked for; None: the longest that fits."""
     longest = model_config.max_position_embeddings
     if config.max_model_len is None:

@@ -19,8 +19,7 @@ from lamella.kv_cache.page_transfers import PageCopies
 from lamella.kv_cache.spec import KVCacheSpec, ceil_div
 from lamella.kv_cache.step_memory import GroupPlan
 from lamella.model_executor.decode_graphs import batch_sizes
-from lamella.model_executor.layers.stack import Stack
-from lamella.model_executor.runner import ModelRunner
+from lamella.model_executor.runner import ModelRunner, RunnableModel
 from lamella.model_executor.step_buffers import NO_SLOT, NULL_PAGE
 from lamella.model_executor.step_plan import SamplingBatch, StepPlan
 
@@ -88,7 +87,7 @@ class CudaMeter:
 
 
 def profile_memory(
-    stack: Stack,
+    stack: RunnableModel,
     backend: AttentionBackend,
     layout: KVLayout,
     attention_specs: list[KVCacheSpec],

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from lamella.attention.contract import AttentionBackend
+from lamella.attention.contract import AttentionBackend, AttentionParams
 from lamella.attention.metadata import require_covering_tables, to_device
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import KVCacheSpec
@@ -22,7 +22,7 @@ from lamella.model_executor.decode_graphs import (
     batch_sizes,
 )
 from lamella.model_executor.device_tables import DeviceTables
-from lamella.model_executor.layers.stack import Stack
+from lamella.model_executor.layers.contract import HeadScores
 from lamella.model_executor.receptive_field import ReceptiveField
 from lamella.model_executor.sampling.head_sampling import sample_from_head
 from lamella.model_executor.sampling.sampler import Sampler
@@ -36,6 +36,34 @@ if TYPE_CHECKING:
     from lamella.model_executor.sampling.device.device_sampler import DeviceSampler
 
 ALL_TOKENS: Mapping[int, np.ndarray] = MappingProxyType({})  # every layer takes in all tokens
+
+
+class RunnableModel(Protocol):
+    """A model with its weights: a `Stack` of native layers, or a transformers model."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def attention_params(self, specs: list[KVCacheSpec]) -> list[AttentionParams]:
+        """specs: what each layer sees (not how long its KV is kept)."""
+        ...
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: StepAttention,
+        is_long: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """token_ids, positions: int64 [T], the tokens that the first layer takes in; is_long: bool [T], which take the
+        rotary embedding of long texts, None: none. Returns [S, width], a row for each token that leaves the last
+        layer."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | HeadScores:
+        """Rows of what a call returned -> float32 [S, vocab_size] (may be a transposed view), or what computes only
+        those that are asked for."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +92,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Stack,
+        model: RunnableModel,
         backend: AttentionBackend,
         layout: KVLayout,
         attention_specs: list[KVCacheSpec],
@@ -141,7 +169,9 @@ class ModelRunner:
         """Give the step to the device. Tokens that `plan.token_sources` names are samples of the step launched
         before."""
         self._copy_pages(plan)
-        size = self.graphs.size_for(plan) if self.graphs is not None else None
+        # Graphs were captured with the rotary embedding of short texts.
+        graphs = None if plan.is_long_text is not None else self.graphs
+        size = None if graphs is None else graphs.size_for(plan)
         hidden = self._run_eager(plan) if size is None else self._run_graph(plan, size)
         launched = self._sample(hidden, plan)
         self._last_token_ids = launched.token_ids
@@ -169,7 +199,8 @@ class ModelRunner:
         inputs = self._inputs(plan)
         if plan.token_sources is not None:
             inputs = replace(inputs, token_ids=self._with_last_samples(plan.token_sources, inputs.token_ids))
-        return self._forward(inputs, self.receptive_field.needed_tokens(plan) if self.prunes else {})
+        needed_tokens = self.receptive_field.needed_tokens(plan) if self.prunes else {}
+        return self._forward(inputs, needed_tokens, plan)
 
     def _run_graph(self, plan: StepPlan, size: int) -> torch.Tensor:
         """The same for a plan that only decodes: hidden states [R, width], nothing is pruned."""
@@ -196,13 +227,25 @@ class ModelRunner:
         packed, shape = send_step(self._upload, self.tables, plan)
         return shape.inputs(packed, self.tables, plan, page_tokens)
 
-    def _forward(self, inputs: StepInputs, needed_tokens: Mapping[int, np.ndarray] = ALL_TOKENS) -> torch.Tensor:
+    def _forward(
+        self,
+        inputs: StepInputs,
+        needed_tokens: Mapping[int, np.ndarray] = ALL_TOKENS,
+        plan: StepPlan | None = None,
+    ) -> torch.Tensor:
+        """plan: where texts may take the rotary embedding of long ones."""
         token_ids, positions = inputs.token_ids, inputs.positions
+        is_long = None
+        if plan is not None and plan.is_long_text is not None:
+            of_tokens = np.repeat(plan.is_long_text, np.diff(plan.query_start))
+            is_long = to_device(of_tokens[needed_tokens[0]] if 0 in needed_tokens else of_tokens, token_ids.device)
         if 0 in needed_tokens:
             rows = to_device(needed_tokens[0], token_ids.device)
             token_ids, positions = token_ids[rows], positions[rows]
         attention = StepAttention(self.backend, self.layout, self.places, inputs.metadata, needed_tokens)
-        return self.model(token_ids, positions, attention)
+        if is_long is None:
+            return self.model(token_ids, positions, attention)
+        return self.model(token_ids, positions, attention, is_long)
 
     def _with_last_samples(self, token_sources: np.ndarray, token_ids: torch.Tensor) -> torch.Tensor:
         """`token_ids` (int64 [T]) with the last step's samples in the places that `token_sources` gives (see

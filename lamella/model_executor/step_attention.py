@@ -52,7 +52,12 @@ class StepAttention:
         return self._output_rows[layer]
 
     def _find_output_rows(self, layer: int) -> torch.Tensor | None:
-        taken, left = self.needed_tokens.get(layer), self.needed_tokens.get(layer + 1)
+        return self.rows_between(layer, layer + 1)
+
+    def rows_between(self, lower: int, upper: int) -> torch.Tensor | None:
+        """Which of the tokens that the layer `lower` takes in the layer `upper` takes in, too (int64 [S]); None: all.
+        The number of layers is what leaves the last."""
+        taken, left = self.needed_tokens.get(lower), self.needed_tokens.get(upper)
         if left is None or (taken is not None and len(taken) == len(left)):
             return None
         rows = left if taken is None else np.searchsorted(taken, left)

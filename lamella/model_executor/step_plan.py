@@ -75,6 +75,8 @@ class StepPlan:
     sampling: SamplingBatch
     # int64 [T]: which of the S samples of the step launched before is the token; -1: it is in token_ids. None: all are.
     token_sources: np.ndarray | None = None
+    # bool [R]: whose texts take the rotary embedding of long ones, where a model has two. None: none do.
+    is_long_text: np.ndarray | None = None
     # None: no block manager made the plan. Request i's tables are row i's, and nothing is known of what was there.
     tables: TableVersions | None = None
 

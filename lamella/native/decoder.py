@@ -19,7 +19,8 @@ from lamella.native.arguments import (
     rotary_or_empty,
 )
 from lamella.native.attention import MAX_INT, Batch, Pages
-from lamella.native.layers import LayerTail, LinearLayer, LinearStructure, TailStructure
+from lamella.native.layer_linear import LinearLayer, LinearStructure
+from lamella.native.layers import LayerTail, TailStructure
 from lamella.native.library import PANEL, Float, Int, Pointer
 
 

@@ -16,11 +16,15 @@ from lamella.native.arguments import check_contiguous, check_device, check_rows,
 from lamella.native.library import Float, Int, Pointer
 
 ACTIVATIONS = ("gelu_tanh", "silu")
+GATES = ("sigmoid", "softplus")
 
 
 class _Kernels(NamedTuple):
     add_norm: Any
     gated: dict[str, Any]
+    activated: dict[str, Any]
+    layer_norm: Any
+    gate_attention: Any
     softcap: Any
 
 
@@ -32,6 +36,11 @@ def _kernels() -> _Kernels:
             "add_norm", Pointer, Int, Pointer, Int, Pointer, Pointer, Float, Int, Int, Pointer
         ),
         gated={kind: function(f"gated_{kind}", Pointer, Int, Int, Int, Pointer) for kind in ACTIVATIONS},
+        activated={
+            kind: function(f"activated_{kind}", Pointer, Int, Pointer, Int, Int, Int, Pointer) for kind in ACTIVATIONS
+        },
+        layer_norm=function("layer_norm", Pointer, Int, Pointer, Pointer, Float, Int, Int, Pointer),
+        gate_attention=function("gate_attention", Pointer, Pointer, Int, Int, Int, Int, Int),
         softcap=function("softcap", Pointer, Int, Float),
     )  # fmt: skip
 
@@ -79,6 +88,67 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     out = torch.empty(num_rows, width // 2)
     kernel(gate_up.data_ptr(), gate_up.stride(0), num_rows, width // 2, out.data_ptr())
     return out
+
+
+def activated(gate: Tensor, factor: Tensor | None, kind: str) -> Tensor:
+    """activation(gate) * factor, or without `factor` activation(gate): each [T, width]. `kind`: ACTIVATIONS."""
+    kernel = _kernels().activated.get(kind)
+    if kernel is None:
+        raise InvariantError(f"kind={kind!r} is not an activation; choose one of {', '.join(ACTIVATIONS)}")
+    if gate.dim() != 2:
+        raise InvariantError(f"gate has shape {list(gate.shape)}; it must be [tokens, width]")
+    num_rows, width = gate.shape
+    check_rows("gate", gate, width)
+    if factor is not None:
+        check_rows("factor", factor, width)
+        if factor.shape[0] != num_rows:
+            raise InvariantError(f"factor has {factor.shape[0]} rows; gate has {num_rows}")
+    out = torch.empty(num_rows, width)
+    kernel(
+        gate.data_ptr(), gate.stride(0), None if factor is None else factor.data_ptr(),
+        0 if factor is None else factor.stride(0), num_rows, width, out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, of each row of x [T, D]; a new tensor."""
+    if x.dim() != 2:
+        raise InvariantError(f"x has shape {list(x.shape)}; it must be [tokens, width]")
+    num_rows, width = x.shape
+    check_rows("x", x, width)
+    check_vector("weight", weight, width)
+    if bias is not None:
+        check_vector("bias", bias, width)
+    out = torch.empty(num_rows, width)
+    _kernels().layer_norm(
+        x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(), eps, num_rows, width,
+        out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def gate_attention(attended: Tensor, gate: Tensor, kind: str) -> None:
+    """attended *= sigmoid(gate) or softplus(gate), in place: contiguous attended [T, num_gates * dim], each gate of
+    [T, num_gates] for dim elements. `kind`: GATES."""
+    if kind not in GATES:
+        raise InvariantError(f"kind={kind!r} is not a gate; choose one of {', '.join(GATES)}")
+    if attended.dim() != 2 or gate.dim() != 2:
+        raise InvariantError(f"attended {list(attended.shape)} and gate {list(gate.shape)} must be [tokens, width]")
+    num_rows, width = attended.shape
+    num_gates = gate.shape[1]
+    check_rows("attended", attended, width, is_written=True)
+    check_contiguous("attended", attended)
+    check_rows("gate", gate, num_gates)
+    if gate.shape[0] != num_rows or not num_gates or width % num_gates:
+        raise InvariantError(
+            f"gate has shape {list(gate.shape)} for attended {list(attended.shape)}; it must have as many rows, and "
+            "columns that divide it"
+        )
+    _kernels().gate_attention(
+        attended.data_ptr(), gate.data_ptr(), gate.stride(0), num_rows, num_gates, width // num_gates,
+        int(kind == "softplus"),
+    )  # fmt: skip
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:

@@ -109,6 +109,23 @@ def _repack_q5_0(blocks: np.ndarray) -> np.ndarray:
     return _pair(_halves(blocks, 0), np.concatenate([_nibbles(blocks[..., 6:]), _join(blocks[..., 2:6], 8)], axis=-1))
 
 
+def _repack_mxfp4(blocks: np.ndarray) -> np.ndarray:
+    """As Q5_0: the numbers doubled are integers of 5 bits, and half of a block's power of two is a float16."""
+    levels = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
+    numbers = levels[np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)]
+    # Whatever scale a block of zeros has; padding has the least one.
+    exponents = np.where(numbers.any(axis=-1), blocks[..., 0].astype(np.int32) - 128, 0)
+    is_too_far = (exponents < -24) | (exponents > 15)
+    if bool(is_too_far.any()):
+        raise ConfigError(
+            f"an MXFP4 block has the scale 2^{exponents[is_too_far][0] + 1}; 2^-23 to 2^16 can be kept, others need "
+            "floats (quantization='none')"
+        )
+    scales = np.ldexp(np.float32(1), exponents).astype(np.float16).view(np.uint16).astype(np.uint32)
+    numbers += 16
+    return _pair(scales, np.concatenate([_join(numbers & 15, 4), _join(numbers >> 4, 1)], axis=-1))
+
+
 def _repack_q5_1(blocks: np.ndarray) -> np.ndarray:
     ranges = _halves(blocks, 0) | (_halves(blocks, 2) << 16)
     return np.concatenate([ranges[..., None], _nibbles(blocks[..., 8:]), _join(blocks[..., 4:8], 8)], axis=-1)
@@ -161,6 +178,7 @@ FORMATS = {
     "Q4_K": Format(12, 256, 144, 256, 37, _repack_q4_k),
     "Q5_K": Format(13, 256, 176, 256, 45, _repack_q5_k),
     "Q6_K": Format(14, 256, 210, 256, 53, _repack_q6_k),
+    "MXFP4": Format(6, 32, 17, 64, 11, _repack_mxfp4),
 }
 
 

@@ -1,4 +1,4 @@
-"""Linear layers of every kind behind one call, and what follows attention in a transformer layer as one call.
+"""What follows attention in a transformer layer as one call.
 
 Addresses are taken once, since for a single row Python's passing of arguments would take as long as the work.
 Structures mirror those of csrc/layers.cpp.
@@ -8,154 +8,77 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lamella.errors import ConfigError
 from lamella.native.arguments import check_contiguous, check_rows, check_vector, require_library
-from lamella.native.elementwise import ACTIVATIONS
-from lamella.native.gguf_linear import FORMATS, GgufWeight
-from lamella.native.int8 import Int8Weight
+from lamella.native.experts import Experts
+from lamella.native.layer_linear import LinearLayer, LinearStructure
 from lamella.native.library import Float, Int, Pointer
-from lamella.native.linear import PackedWeight
-
-# csrc/layers.cpp; weights of a GGUF type have the type's own number
-_INT8, _W8A8, _FLOAT32 = -1, -2, 0
-
-Weight = PackedWeight | Int8Weight | GgufWeight
-
-
-class _Part(ctypes.Structure):
-    _fields_ = (("kind", Int), ("panels", Pointer), ("scales", Pointer), ("num_columns", Int))
-
-
-class LinearStructure(ctypes.Structure):
-    _fields_ = (("parts", Pointer), ("num_parts", Int), ("num_columns", Int), ("depth", Int), ("bias", Pointer))
+from lamella.native.mlp import GatedMLP, MLPStructure
 
 
 class TailStructure(ctypes.Structure):
     _fields_ = (
         ("out_proj", LinearStructure),
-        ("gate_up_proj", LinearStructure),
-        ("down_proj", LinearStructure),
+        ("mlp", MLPStructure),
+        ("experts", Pointer),
         ("post_attention_norm", Pointer),
         ("pre_mlp_norm", Pointer),
         ("post_mlp_norm", Pointer),
         ("following_norm", Pointer),
         ("eps", Float),
-        ("is_silu", Int),
     )
-
-
-class _Functions(NamedTuple):
-    linear: Callable[..., None]
-    finish_layer: Callable[..., None]
 
 
 @functools.cache
-def _functions() -> _Functions:
-    library = require_library()
-    return _Functions(
-        library.function("layer_linear", Pointer, Pointer, Int, Pointer),
-        library.function("finish_layer", Pointer, Pointer, Pointer, Int, Pointer),
-    )
-
-
-class LinearLayer:
-    """y = x W^T + bias, the outputs of `weights` side by side. All weights have the same inputs. There can be several
-    only of the float32 and GGUF kinds.
-
-    bias: float32, one number for each of these outputs, added to the product; None: none. int8_activations: w8a8, with
-    int8 weights.
-    """
-
-    def __init__(
-        self, weights: Sequence[Weight], *, int8_activations: bool = False, bias: Tensor | None = None
-    ) -> None:
-        """Raises ConfigError for weights that do not go together, InvariantError for a bias that does not fit."""
-        self.num_in = weights[0].num_in
-        self.num_out = sum(weight.num_out for weight in weights)
-        if any(weight.num_in != self.num_in for weight in weights):
-            raise ConfigError(
-                f"weights of {[weight.num_in for weight in weights]} inputs make no layer; one number does"
-            )
-        if len(weights) > 1 and any(isinstance(weight, Int8Weight) for weight in weights):
-            raise ConfigError(f"{len(weights)} weights with int8 among them make no layer; fuse int8 weights into one")
-        if bias is not None:
-            check_vector("bias", bias, self.num_out)
-        self._kept = (tuple(weights), bias)  # their memory is what the addresses are of
-        self._parts = (_Part * len(weights))(*(_part(weight, int8_activations) for weight in weights))
-        self.structure = LinearStructure(
-            ctypes.addressof(self._parts),
-            len(weights),
-            self.num_out,
-            self.num_in,
-            None if bias is None else bias.data_ptr(),
-        )
-        self._address = ctypes.addressof(self.structure)
-        self._call = _functions().linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` contiguous float32 [T, num_in] -> [T, num_out]. A row's result does not depend on the others."""
-        check_rows("x", x, self.num_in)
-        check_contiguous("x", x)
-        num_rows = x.shape[0]
-        out = torch.empty(num_rows, self.num_out)
-        if num_rows:
-            self._call(self._address, x.data_ptr(), num_rows, out.data_ptr())
-        return out
+def _function() -> Callable[..., None]:
+    return require_library().function("finish_layer", Pointer, Pointer, Pointer, Int, Pointer)
 
 
 class LayerTail:
-    """From a layer's attention to the next layer's input: output projection, gated MLP, and norms around both."""
+    """From a layer's attention to the next layer's input: output projection, MLP or experts, and norms around both."""
 
     def __init__(
         self,
         out_proj: LinearLayer,
-        gate_up_proj: LinearLayer,
-        down_proj: LinearLayer,
+        mlp: GatedMLP | Experts,
         *,
         post_attention_norm: Tensor | None,
         pre_mlp_norm: Tensor | None,
         post_mlp_norm: Tensor | None,
         following_norm: Tensor | None,
         eps: float,
-        activation: str,
     ) -> None:
         """Norms: float32 [out_proj.num_out], the factors themselves; where one is None, its input goes on as it is.
-        activation: one of ACTIVATIONS.
 
         Raises ConfigError for layers that do not follow each other.
         """
-        width, mlp_width = out_proj.num_out, down_proj.num_in
-        if (gate_up_proj.num_in, gate_up_proj.num_out, down_proj.num_out) != (width, 2 * mlp_width, width):
+        width = out_proj.num_out
+        if mlp.width != width:
             raise ConfigError(
-                f"layers {out_proj.num_in} -> {width}, {gate_up_proj.num_in} -> {gate_up_proj.num_out} and "
-                f"{mlp_width} -> {down_proj.num_out} do not follow each other; an MLP on {width} of {mlp_width} has "
-                f"{width} -> {2 * mlp_width} and {mlp_width} -> {width}"
+                f"layers {out_proj.num_in} -> {width} and {mlp.width} -> {mlp.width} do not follow each other; the "
+                f"output projection gives what the MLP takes"
             )
-        if activation not in ACTIVATIONS:
-            raise ConfigError(f"activation={activation!r} is not known; choose one of {', '.join(ACTIVATIONS)}")
         norms = (post_attention_norm, pre_mlp_norm, post_mlp_norm, following_norm)
         for norm in norms:
             if norm is not None:
                 check_vector("norm", norm, width)
         self.num_in = out_proj.num_in
         self.width = width
-        self._kept = (out_proj, gate_up_proj, down_proj, norms)  # their memory is what the addresses are of
+        self._kept = (out_proj, mlp, norms)  # their memory is what the addresses are of
         self.structure = TailStructure(
             out_proj.structure,
-            gate_up_proj.structure,
-            down_proj.structure,
+            mlp.structure if isinstance(mlp, GatedMLP) else MLPStructure(),
+            mlp.address if isinstance(mlp, Experts) else None,
             *(None if norm is None else norm.data_ptr() for norm in norms),
             eps,
-            activation == "silu",
         )
         self._address = ctypes.addressof(self.structure)
-        self._call = _functions().finish_layer
+        self._call = _function()
 
     def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
         """Take attention's output and then the MLP's into the residual stream `x` [T, width], which changes in place.
@@ -174,14 +97,3 @@ class LayerTail:
         if num_rows:
             self._call(self._address, x.data_ptr(), attended.data_ptr(), num_rows, normed.data_ptr())
         return normed
-
-
-def _part(weight: Weight, int8_activations: bool) -> _Part:
-    if isinstance(weight, Int8Weight):
-        kind = _W8A8 if int8_activations else _INT8
-        return _Part(kind, weight.panels.data_ptr(), weight.scales.data_ptr(), weight.num_out)
-    if int8_activations:
-        raise ConfigError(f"int8_activations go with int8 weights; {type(weight).__name__} has none")
-    if isinstance(weight, PackedWeight):
-        return _Part(_FLOAT32, weight.data.data_ptr(), None, weight.num_out)
-    return _Part(FORMATS[weight.type_name].number, weight.panels.data_ptr(), None, weight.num_out)

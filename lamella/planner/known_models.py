@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from lamella.model_executor.models.config_json import shared_kv_owners
+from lamella.planner.compressed_layers import deepseek_v4_kinds, deepseek_v4_specs, inkling_specs
 from lamella.planner.layer_specs import LayerSpecs
 
 Heads = tuple[int, int, int]  # KV heads, K dim, V dim
@@ -14,6 +15,10 @@ Heads = tuple[int, int, int]  # KV heads, K dim, V dim
 def known_specs(name: str, itemsize_bytes: int) -> LayerSpecs | None:
     """The layers of the model called `name` ("gpt-oss-20b", "openai/gpt-oss-20b"); None: not known."""
     known = name.lower().rsplit("/", 1)[-1]
+    if known == "deepseek-v4":
+        return deepseek_v4_specs(deepseek_v4_kinds(43), itemsize_bytes)
+    if known == "inkling":
+        return inkling_specs([(layer + 1) % 6 != 0 for layer in range(66)], itemsize_bytes)
     build = _MODELS.get(known)
     if build is None:
         return None
@@ -23,7 +28,7 @@ def known_specs(name: str, itemsize_bytes: int) -> LayerSpecs | None:
 
 
 def known_names() -> tuple[str, ...]:
-    return tuple(_MODELS)
+    return (*_MODELS, "deepseek-v4", "inkling")
 
 
 def _gpt_oss(num_layers: int) -> Callable[[int], list[KVCacheSpec]]:

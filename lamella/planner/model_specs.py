@@ -18,6 +18,7 @@ from lamella.model_executor.models.typed_json import read_json_object
 from lamella.model_executor.weights.demo_models import DEMO_PREFIX
 from lamella.model_executor.weights.loading import load_config, resolve_model
 from lamella.model_executor.weights.model_source import existing_path, is_there
+from lamella.planner.compressed_layers import deepseek_v4_config, inkling_config
 from lamella.planner.known_models import known_names, known_specs
 from lamella.planner.layer_specs import LayerSpecs
 
@@ -38,6 +39,12 @@ _SLIDE_ABOVE = {"qwen2", "qwen3"}  # from layer max_window_layers on
 _MIMO = "mimo_v2_flash"
 _NUM_KV_SHARED_LAYERS = {"gemma3n_text": 15}  # transformers' default where config.json leaves it out
 _GEMMA_4 = {"gemma4_text", "gemma4_unified_text"}
+# What these keep is more than K and V per head.
+_OWN_READERS = {
+    "deepseek_v4": deepseek_v4_config,
+    "inkling_text": inkling_config,
+    "inkling": inkling_config,
+}
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -92,6 +99,9 @@ def _generic_specs(config: ConfigJson, itemsize_bytes: int) -> LayerSpecs:
             "latent attention keeps compressed KV, which is not planned for; plan a model whose layers keep K and V "
             "per head",
         )
+    reader = _OWN_READERS.get(_model_type(config))
+    if reader is not None:
+        return reader(config, itemsize_bytes)
     num_layers = config.integer("num_hidden_layers")
     kinds = _layer_kinds(config, num_layers)
     if _model_type(config) in _GEMMA_4:

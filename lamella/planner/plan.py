@@ -27,7 +27,9 @@ _RANGES = {
     "page_tokens": WholeRange(1, 2**16),
     "chunk_tokens": WholeRange(1, 2**24),
     "interval_tokens": WholeRange(1, MOST_TOKENS),
+    "mean_tokens": WholeRange(1, MOST_TOKENS // 4),
 }
+SMALL_PARTS = (0.25, 0.5, 1.0)  # of the smallest usable ratio, for what is lost below it
 RATIOS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
 
 
@@ -35,7 +37,8 @@ RATIOS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
 class PlanOptions:
     """memory_bytes: of the KV arena, weights not counted. context_tokens: prompt + output of one request.
     chunk_tokens: most prompt tokens computed in one step. interval_tokens: None: one page. ratios: fixed pools to
-    compare with; None: RATIOS, where the model has both kinds of layers."""
+    compare with; None: the model's default ratio, or RATIOS, where the model has both kinds of layers. mean_tokens: of
+    requests on average; None: all have context_tokens."""
 
     memory_bytes: int
     context_tokens: int
@@ -43,10 +46,11 @@ class PlanOptions:
     chunk_tokens: int = 2048
     interval_tokens: int | None = None
     ratios: tuple[float, ...] | None = None
+    mean_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():
-            if name != "interval_tokens" or self.interval_tokens is not None:
+            if name not in ("interval_tokens", "mean_tokens") or getattr(self, name) is not None:
                 allowed.check(name, getattr(self, name), ConfigError)
         for ratio in self.ratios or ():
             check_ratio(ratio)
@@ -79,6 +83,35 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class SmallestRatio:
+    """The ratio at which the windows that are kept are as many as the prefixes in the full pool.
+
+    A cached prefix of mean_tokens takes as many tokens of the full pool and, so that a prompt can start at its end,
+    window_tokens + interval_tokens + page_tokens of the windowed one. With less than the quotient, windows run out
+    first, and what the full pool holds beyond them cannot be resumed at its end.
+    """
+
+    window_tokens: int  # the longest
+    interval_tokens: int
+    page_tokens: int
+    mean_tokens: int
+
+    @property
+    def held_tokens(self) -> int:
+        return self.window_tokens + self.interval_tokens + self.page_tokens
+
+    @property
+    def ratio(self) -> float:
+        return self.held_tokens / self.mean_tokens
+
+    def hits(self, cell: Cell) -> tuple[int, int, float]:
+        """Prefixes that the full pool holds, windows that the windowed one holds, and the share of those prefixes that
+        a prompt can start at the end of."""
+        prefixes, windows = cell.num_full_tokens // self.mean_tokens, cell.num_windowed_tokens // self.held_tokens
+        return prefixes, windows, min(1.0, windows / prefixes) if prefixes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """`curves`: system -> requests that fit at each of `curve_contexts` (0 where refused)."""
 
@@ -87,6 +120,8 @@ class MemoryPlan:
     memory_report: str
     outcomes: tuple[Outcome, ...]
     cells: tuple[Cell, ...]
+    smallest_ratio: SmallestRatio | None  # None: the model has not both kinds of layers
+    small_cells: tuple[Cell, ...]  # below it and at it
     curve_contexts: tuple[int, ...]
     curves: dict[str, tuple[int, ...]]
 
@@ -112,7 +147,23 @@ class MemoryPlan:
             parts.append("\n".join(refusals))
         if self.cells:
             parts += ["Fixed pools, F = bytes of one token in one full layer", self._cell_table()]
+        if self.smallest_ratio is not None:
+            parts += [self._smallest_ratio_text(self.smallest_ratio), self._hit_table(self.smallest_ratio)]
         return "\n\n".join(parts)
+
+    def _smallest_ratio_text(self, least: SmallestRatio) -> str:
+        return (
+            f"Smallest usable ratio: r_min = (W + I + P) / mean length = ({least.window_tokens} + "
+            f"{least.interval_tokens} + {least.page_tokens}) / {least.mean_tokens:,} = {least.ratio:.4f}; below it a "
+            "pool of cached prefixes has more ends than windows to resume at"
+        )
+
+    def _hit_table(self, least: SmallestRatio) -> str:
+        rows = []
+        for cell in (*self.small_cells, *self.cells):
+            prefixes, windows, share = least.hits(cell)
+            rows.append([f"r={cell.ratio:.3g}", f"{prefixes:,}", f"{windows:,}", f"{share:.1%}"])
+        return format_table(["ratio", "cached prefixes", "windows", "hits"], rows)
 
     def _cell_table(self) -> str:
         default = next((cell for cell in self.cells if cell.ratio == DEFAULT_RATIO), None)
@@ -140,7 +191,7 @@ def plan_memory(model: str, layers: LayerSpecs, options: PlanOptions) -> MemoryP
     """
     layout = layers.layout(options.page_tokens)
     uniform = layers.uniform_layout(options.page_tokens)
-    ratios = options.ratios or (RATIOS if is_splittable(layout) else ())
+    ratios = options.ratios or (default_ratios(layers) if is_splittable(layout) else ())
     pool = _size(layout, options, options.context_tokens)
 
     def outcomes(context_tokens: int) -> tuple[Outcome, ...]:
@@ -150,6 +201,7 @@ def plan_memory(model: str, layers: LayerSpecs, options: PlanOptions) -> MemoryP
             _elastic("uniform (hybrid off)", uniform, options, context_tokens),
         )
 
+    least = _smallest_ratio(layout, options) if ratios else None
     contexts = tuple(length for step in range(6, -1, -1) if (length := options.context_tokens * 4 >> step))
     per_context = [outcomes(context) for context in contexts]
     return MemoryPlan(
@@ -164,12 +216,30 @@ def plan_memory(model: str, layers: LayerSpecs, options: PlanOptions) -> MemoryP
             step_pages_bytes=pool.step_pages_bytes,
         ),
         outcomes=outcomes(options.context_tokens),
+        smallest_ratio=least,
+        small_cells=tuple(_cell(layout, least.ratio * part, options.memory_bytes) for part in SMALL_PARTS)
+        if least
+        else (),
         cells=tuple(_cell(layout, ratio, options.memory_bytes) for ratio in ratios),
         curve_contexts=contexts,
         curves={
             of_system[0].system: tuple(outcome.num_requests for outcome in of_system)
             for of_system in zip(*per_context, strict=True)
         },
+    )
+
+
+def default_ratios(layers: LayerSpecs) -> tuple[float, ...]:
+    return RATIOS if layers.default_ratio is None else (layers.default_ratio,)
+
+
+def _smallest_ratio(layout: KVLayout, options: PlanOptions) -> SmallestRatio:
+    reaches = [group.spec.reach_tokens for group in layout.groups]
+    return SmallestRatio(
+        window_tokens=max(reach for reach in reaches if reach is not None),
+        interval_tokens=_interval(options),
+        page_tokens=options.page_tokens,
+        mean_tokens=options.mean_tokens or options.context_tokens,
     )
 
 

@@ -12,8 +12,10 @@ from lamella.model_executor.layers.rotary import rotary_frequencies, rotary_tabl
 from lamella.model_executor.models.config import RotaryConfig
 from lamella.native.attention import AttentionKernels
 from lamella.native.decoder import DecoderWeights, run_layers
-from lamella.native.layers import LayerTail, LinearLayer
+from lamella.native.layer_linear import LinearLayer
+from lamella.native.layers import LayerTail
 from lamella.native.linear import pack_weight
+from lamella.native.mlp import Gate, GatedMLP
 from tests.helpers.attention_cases import make_metadata, nan_arena
 
 EPS = 1e-6
@@ -34,11 +36,11 @@ def layer_of(num_out: int, num_in: int, seed: int) -> LinearLayer:
 
 
 def make_weights(spec, seed: int) -> DecoderWeights:
+    mlp = GatedMLP(layer_of(2 * MLP_WIDTH, WIDTH, seed + 1), layer_of(WIDTH, MLP_WIDTH, seed + 2), Gate("gelu_tanh"))
     tail = LayerTail(
-        layer_of(WIDTH, NUM_HEADS * HEAD_DIM, seed), layer_of(2 * MLP_WIDTH, WIDTH, seed + 1),
-        layer_of(WIDTH, MLP_WIDTH, seed + 2), post_attention_norm=random(WIDTH, seed=seed + 3),
+        layer_of(WIDTH, NUM_HEADS * HEAD_DIM, seed), mlp, post_attention_norm=random(WIDTH, seed=seed + 3),
         pre_mlp_norm=1 + random(WIDTH, seed=seed + 4), post_mlp_norm=random(WIDTH, seed=seed + 5),
-        following_norm=1 + random(WIDTH, seed=seed + 6), eps=EPS, activation="gelu_tanh",
+        following_norm=1 + random(WIDTH, seed=seed + 6), eps=EPS,
     )  # fmt: skip
     columns = (NUM_HEADS + 2 * spec.num_kv_heads) * HEAD_DIM
     norms = 1 + random(HEAD_DIM, seed=seed + 7), 1 + random(HEAD_DIM, seed=seed + 8)

@@ -113,6 +113,62 @@ def check_add_norm(
     assert_near(out, norm64(x, following, 0.7))
 
 
+def check_layer_norm(
+    kernels: Kernels, *, width: int, num_rows: int, dtype: torch.dtype, has_bias: bool, eps: float = 0.3
+) -> None:
+    generator = torch.Generator().manual_seed(width + num_rows)
+    x = random_rows(generator, num_rows, width, dtype)
+    weight, bias = (torch.randn(width, generator=generator).to(DEVICE) for _ in range(2))
+    out = kernels.norm.layer_norm(x, weight, bias if has_bias else None, eps)
+    assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, x.shape, True)
+    exact = x.cpu().double()
+    expected = norm64(exact - exact.mean(-1, keepdim=True), weight, eps)
+    assert_near(out, expected + bias.cpu().double() if has_bias else expected)
+
+
+def check_activated(
+    kernels: Kernels,
+    *,
+    width: int,
+    num_rows: int,
+    dtype: torch.dtype,
+    activation: str,
+    has_factor: bool,
+    bias_dtype: torch.dtype | None,
+) -> None:
+    """An activation that is not of a gate beside its input. bias_dtype: None for no bias."""
+    generator = torch.Generator().manual_seed(width + num_rows)
+    x, factor = (random_rows(generator, num_rows, width, dtype) for _ in range(2))
+    sums, options = x.cpu().double(), {}
+    if bias_dtype is not None:
+        options["bias"] = torch.randn(width, generator=generator).to(bias_dtype).to(DEVICE)
+        sums = sums + options["bias"].cpu().double()
+    if has_factor:
+        options["factor"] = factor
+    out = kernels.activation.activated(x, activation, **options)
+    assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, x.shape, True)
+    if activation == "silu":
+        expected = sums / (1 + (-sums).exp())
+    else:
+        expected = 0.5 * sums * (1 + ((2 / torch.pi) ** 0.5 * (sums + 0.044715 * sums**3)).tanh())
+    assert_near(out, expected * factor.cpu().double() if has_factor else expected)
+
+
+def check_gate(
+    kernels: Kernels, *, num_gates: int, dim: int, num_rows: int, dtype: torch.dtype, activation: str, has_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(num_gates + dim)
+    attended = torch.randn(num_rows, num_gates * dim, generator=generator).to(dtype).to(DEVICE)
+    gate = random_rows(generator, num_rows, num_gates, dtype)
+    bias = torch.randn(num_gates, generator=generator).to(DEVICE)
+    sums = gate.cpu().double() + (bias.cpu().double() if has_bias else 0)
+    opened = sums.sigmoid() if activation == "sigmoid" else (1 + sums.exp()).log()
+    expected = attended.cpu().double() * opened.repeat_interleave(dim, dim=1)
+    out = kernels.activation.gate_attention(attended, gate, activation, bias if has_bias else None)
+    assert out is attended
+    assert_near(out, expected)
+
+
 def check_gated(
     kernels: Kernels,
     *,

@@ -61,6 +61,7 @@ ENGINE_DIFFERENCES = {
     "model": "a local folder, a .gguf file or a demo model's name, and no hub's; always to be given",
     "tokenizer": "a local folder or file",
     "load_format": '"auto", "safetensors", "gguf", "dummy"',
+    "model_impl": '"auto", "native" (which "vllm" means), "transformers"; no "terratorch"',
     "dtype": '"auto" is float32 on a CPU',
     "kv_cache_dtype": '"auto", "fp8", "fp8_e4m3", "fp8_e5m2"',
     "seed": "None is 0",

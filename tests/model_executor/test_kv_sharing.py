@@ -242,7 +242,7 @@ def test_a_model_config_says_who_shares():
     shape = {"num_heads": 1, "num_kv_heads": 1, "k_dim": 8, "v_dim": 8, "scale": 1.0, "rotary": None}
     attentions = [AttentionConfig(kind="full_attention", kv_owner=owner, **shape) for owner in (None, 0, None)]
     config = ModelConfig(
-        architecture="none", vocab_size=8, hidden_size=8, rms_norm_eps=1e-6, max_position_embeddings=8,
+        architecture="none", vocab_size=8, hidden_size=8, norm_eps=1e-6, max_position_embeddings=8,
         layers=tuple(LayerConfig(each, MLPConfig(8, "silu")) for each in attentions), tie_word_embeddings=True,
     )  # fmt: skip
     assert kv_sharing(config) == {1: 0}

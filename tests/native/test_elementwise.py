@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from lamella.errors import InvariantError
-from lamella.native.elementwise import add_norm, gated_activation, softcap
+from lamella.native.elementwise import activated, add_norm, gate_attention, gated_activation, layer_norm, softcap
 
 WIDTHS = [1, 7, 32, 77, 643]
 EPS = 1e-6
@@ -184,3 +184,73 @@ class TestSoftcap:
             softcap(random(3, 9)[:, :4], 30.0)
         with pytest.raises(InvariantError, match=r"cap=0 is not a bound"):
             softcap(random(3), 0)
+
+
+class TestLayerNorm:
+    @pytest.mark.parametrize("has_bias", [True, False])
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_against_float64(self, width, has_bias):
+        x, weight = random(9, width) * 3 + 5, random(width, seed=1)
+        bias = random(width, seed=2) if has_bias else None
+        expected = functional.layer_norm(
+            x.double(), (width,), weight.double(), None if bias is None else bias.double(), 1e-5
+        )
+        torch.testing.assert_close(layer_norm(x, weight, bias, 1e-5).double(), expected, rtol=1e-5, atol=3e-5)
+
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_a_rows_bits_do_not_depend_on_the_others(self, width):
+        x, weight = random(40, width), random(width, seed=1)
+        together = layer_norm(x, weight, None, EPS)
+        wide = torch.full((40, width + 3), torch.nan)
+        wide[:, 1 : width + 1] = x
+        assert torch.equal(layer_norm(wide[:, 1 : width + 1], weight, None, EPS), together)
+        assert torch.equal(torch.cat([layer_norm(row[None], weight, None, EPS) for row in x]), together)
+
+    def test_shapes_that_do_not_fit_are_refused(self):
+        with pytest.raises(InvariantError, match="weight has shape"):
+            layer_norm(random(2, 8), random(7), None, EPS)
+        with pytest.raises(InvariantError, match="bias has shape"):
+            layer_norm(random(2, 8), random(8), random(9), EPS)
+
+
+class TestActivated:
+    @pytest.mark.parametrize("kind", ACTIVATIONS)
+    @pytest.mark.parametrize("has_factor", [True, False])
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_against_float64(self, width, has_factor, kind):
+        gate, factor = random(6, width) * 4, random(6, 2 * width, seed=1)[:, width:]  # rows of the factor apart
+        expected = ACTIVATIONS[kind](gate.double()) * (factor.double() if has_factor else 1)
+        found = activated(gate, factor if has_factor else None, kind)
+        torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
+        alone = torch.cat(
+            [activated(gate[i : i + 1], factor[i : i + 1] if has_factor else None, kind) for i in range(6)]
+        )
+        assert torch.equal(alone, found)
+
+    def test_what_does_not_fit_is_refused(self):
+        with pytest.raises(InvariantError, match="kind='relu'"):
+            activated(random(2, 8), None, "relu")
+        with pytest.raises(InvariantError, match="factor has 3 rows"):
+            activated(random(2, 8), random(3, 8), "silu")
+
+
+class TestGateAttention:
+    @pytest.mark.parametrize("kind", ["sigmoid", "softplus"])
+    @pytest.mark.parametrize(("num_gates", "dim"), [(3, 16), (48, 1), (1, 7)])
+    def test_against_float64(self, num_gates, dim, kind):
+        attended, gate = random(5, num_gates * dim), random(5, num_gates, seed=1) * 8
+        gate[0, 0] = 90.0  # where e^x is beyond float32
+        opened = gate.double().sigmoid() if kind == "sigmoid" else functional.softplus(gate.double(), threshold=1000)
+        expected = attended.double() * opened.repeat_interleave(dim, dim=1)
+        rows = [attended[i : i + 1].clone() for i in range(5)]
+        gate_attention(attended, gate, kind)
+        torch.testing.assert_close(attended.double(), expected, rtol=1e-6, atol=1e-7)
+        for index, row in enumerate(rows):
+            gate_attention(row, gate[index : index + 1], kind)
+            assert torch.equal(row[0], attended[index])
+
+    def test_what_does_not_fit_is_refused(self):
+        with pytest.raises(InvariantError, match="kind='tanh'"):
+            gate_attention(random(2, 8), random(2, 4), "tanh")
+        with pytest.raises(InvariantError, match="columns that divide it"):
+            gate_attention(random(2, 8), random(2, 3), "sigmoid")

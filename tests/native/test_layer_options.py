@@ -20,9 +20,11 @@ from lamella.native.attention import AttentionKernels
 from lamella.native.decoder import DecoderWeights, run_layers
 from lamella.native.gguf_linear import pack_gguf
 from lamella.native.int8 import quantize_int8
-from lamella.native.layers import LayerTail, LinearLayer
+from lamella.native.layer_linear import LinearLayer
+from lamella.native.layers import LayerTail
 from lamella.native.library import NativeLibrary
 from lamella.native.linear import pack_weight
+from lamella.native.mlp import Gate, GatedMLP
 from tests.helpers.attention_cases import make_metadata, nan_arena
 from tests.helpers.pairwise import pairwise
 
@@ -101,14 +103,16 @@ class Layer:
         before, after = self.norms in ("before", "both"), self.norms in ("after", "both")
         tail = LayerTail(
             self.linear("o", self.width, num_heads * v_dim),
-            self.linear("gate_up", 2 * self.mlp_width, self.width),
-            self.linear("down", self.width, self.mlp_width),
+            GatedMLP(
+                self.linear("gate_up", 2 * self.mlp_width, self.width),
+                self.linear("down", self.width, self.mlp_width),
+                Gate(self.activation),
+            ),
             post_attention_norm=self.norm("post_attention", self.width, after),
             pre_mlp_norm=self.norm("pre_mlp", self.width, before),
             post_mlp_norm=self.norm("post_mlp", self.width, after),
             following_norm=self.norm("following", self.width, before),
             eps=EPS,
-            activation=self.activation,
         )
         return DecoderWeights(
             self.linear("qkv", num_heads * k_dim + num_kv_heads * (k_dim + v_dim), self.width),

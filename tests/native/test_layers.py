@@ -1,49 +1,21 @@
 """Layers of every kind behind one call, bit for bit against the kernels that they are made of."""
 
-import numpy as np
 import pytest
 import torch
 
 from lamella.errors import ConfigError, InvariantError
 from lamella.native.elementwise import add_norm, gated_activation
 from lamella.native.gguf_linear import linear_gguf, pack_gguf
-from lamella.native.int8 import linear_int8, quantize_int8
-from lamella.native.layers import LayerTail, LinearLayer
+from lamella.native.int8 import quantize_int8
+from lamella.native.layer_linear import LinearLayer
+from lamella.native.layers import LayerTail
 from lamella.native.linear import linear, pack_weight
-from lamella.native.w8a8 import linear_w8a8
+from lamella.native.mlp import Gate, GatedMLP
+from tests.helpers.native_layers import KINDS, q8_blocks, random
+from tests.helpers.native_layers import make_layer as make
 
 EPS = 1e-6
 WIDTH, MLP_WIDTH, ATTENDED = 96, 160, 64
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def q8_blocks(num_out: int, num_in: int, seed: int = 0) -> np.ndarray:
-    """Random levels, scale 2^-7."""
-    generator = np.random.default_rng(seed)
-    blocks = generator.integers(0, 256, (num_out, num_in // 32, 34), dtype=np.uint8)
-    blocks[..., :2] = np.frombuffer(np.float16(2.0**-7).tobytes(), dtype=np.uint8)
-    return blocks.reshape(num_out, -1)
-
-
-def make(kind: str, num_out: int, num_in: int, seed: int):
-    """(layer, function that computes the same by itself)."""
-    weight = random(num_out, num_in, seed=seed)
-    if kind == "float32":
-        packed = pack_weight(weight)
-        return LinearLayer([packed]), lambda x: linear(x, packed)
-    if kind == "gguf":
-        blocks = pack_gguf(q8_blocks(num_out, num_in, seed), "Q8_0")
-        return LinearLayer([blocks]), lambda x: linear_gguf(x, blocks)
-    int8 = quantize_int8(weight)
-    if kind == "int8":
-        return LinearLayer([int8]), lambda x: linear_int8(x, int8)
-    return LinearLayer([int8], int8_activations=True), lambda x: linear_w8a8(x, int8)
-
-
-KINDS = ["float32", "int8", "w8a8", "gguf"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,7 +91,8 @@ def make_tail(kind: str, activation: str, with_post_norms: bool, with_pre_norms:
         posts = dict.fromkeys(posts)
     if not with_pre_norms:
         norms = dict.fromkeys(norms)
-    tail = LayerTail(out_proj, gate_up, down, **norms, **posts, eps=EPS, activation=activation)
+    mlp = GatedMLP(gate_up, down, Gate(activation))
+    tail = LayerTail(out_proj, mlp, **norms, **posts, eps=EPS)
 
     def step_by_step(x, attended):
         normed = add_norm(x, attend_out(attended), posts["post_attention_norm"], norms["pre_mlp_norm"], EPS)
@@ -153,12 +126,18 @@ def test_projections_that_do_not_follow_each_other():
     tail, _ = make_tail("float32", "silu", True)
     layer, norm = make("float32", WIDTH, WIDTH, 1)[0], torch.ones(WIDTH)
     norms = dict.fromkeys(("post_attention_norm", "pre_mlp_norm", "post_mlp_norm", "following_norm"), norm)
+    silu = Gate("silu")
     with pytest.raises(ConfigError, match="96 -> 192 and 96 -> 96"):
-        LayerTail(layer, layer, layer, **norms, eps=EPS, activation="silu")
+        GatedMLP(layer, layer, silu)
     gate_up = make("float32", 2 * WIDTH, WIDTH, 2)[0]
     with pytest.raises(ConfigError, match="activation='relu' is not known; choose one of gelu_tanh, silu"):
-        LayerTail(layer, gate_up, layer, **norms, eps=EPS, activation="relu")
+        GatedMLP(gate_up, layer, Gate("relu"))
+    with pytest.raises(ConfigError, match=r"limit=0.0 does not go with slope=1.7"):
+        GatedMLP(gate_up, layer, Gate("silu", slope=1.7))
+    mlp = GatedMLP(gate_up, layer, silu)
     with pytest.raises(InvariantError, match=r"norm has shape \[5\]"):
-        LayerTail(layer, gate_up, layer, **{**norms, "pre_mlp_norm": torch.ones(5)}, eps=EPS, activation="silu")
+        LayerTail(layer, mlp, **{**norms, "pre_mlp_norm": torch.ones(5)}, eps=EPS)
+    with pytest.raises(ConfigError, match="96 -> 192 and 96 -> 96 do not follow each other"):
+        LayerTail(gate_up, mlp, **norms, eps=EPS)
     with pytest.raises(ConfigError, match="attended has 2 rows; x has 3"):
         tail(random(3, WIDTH), random(2, ATTENDED))

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lamella.attention.contract import AttentionParams, LayerCache
-from lamella.model_executor.layers.contract import Operators
+from lamella.model_executor.layers.contract import LayerInputs, Operators
 from lamella.model_executor.layers.description import Model
 from lamella.model_executor.layers.torch_operators import TorchOperators
 from lamella.model_executor.layers.triton import activation, heads, norm
@@ -110,7 +110,7 @@ def gemma_layer(num_heads: int, num_kv_heads: int, head_dim: int, width: int, ml
         v_dim=head_dim,
         scale=1.0,
         rotary=RotaryConfig(head_dim, 1e6),
-        has_head_norms=True,
+        qk_norm="heads",
     )
     layer = LayerConfig(attention, MLPConfig(mlp_width, "gelu_tanh"), NormPlaces(True, True, True, True))
     return ModelConfig(
@@ -118,7 +118,7 @@ def gemma_layer(num_heads: int, num_kv_heads: int, head_dim: int, width: int, ml
         vocab_size=16,
         hidden_size=width,
         layers=(layer,),
-        rms_norm_eps=1e-6,
+        norm_eps=1e-6,
         max_position_embeddings=64,
         tie_word_embeddings=True,
     )
@@ -140,7 +140,7 @@ def layer_traffic(operators: Operators, config: ModelConfig, num_tokens: int, de
     x, normed = (torch.zeros(num_tokens, config.hidden_size, dtype=torch.bfloat16, device=device) for _ in range(2))
     step: Any = QueriesThrough(attention, num_tokens, device)
     with torch.inference_mode(), TorchTraffic() as traffic:
-        operators.run(step, model.layers, model.norm, [(tables, tables)], x, normed)
+        operators.run(step, model.layers, model.norm, [LayerInputs((tables, tables))], x, normed)
     return traffic
 
 

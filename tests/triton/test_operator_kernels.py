@@ -16,9 +16,12 @@ from tests.helpers.attention_cases import nan_arena
 from tests.helpers.operator_cases import (
     Kernels,
     assert_near,
+    check_activated,
     check_add_norm,
+    check_gate,
     check_gated,
     check_heads,
+    check_layer_norm,
     check_norm,
     check_softcap,
     norm64,
@@ -78,6 +81,40 @@ def test_norms(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("row", pairwise(ROWS | {"activation": ["gelu_tanh", "silu"]}), ids=label)
 def test_gated_activations(row: dict[str, Any]) -> None:
     check_gated(KERNELS, **row)
+
+
+@pytest.mark.parametrize("row", pairwise(ROWS | {"has_bias": [True, False]}), ids=label)
+def test_layer_norms(row: dict[str, Any]) -> None:
+    check_layer_norm(KERNELS, **row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    pairwise(
+        ROWS | {"activation": ["gelu_tanh", "silu"], "has_factor": [True, False], "bias_dtype": [None, torch.float32]}
+    ),
+    ids=label,
+)
+def test_activations_of_one_input(row: dict[str, Any]) -> None:
+    check_activated(KERNELS, **row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    pairwise(
+        {
+            "num_gates": [1, 5, 24],
+            "dim": [64, 1, 80],
+            "num_rows": [5, 0, 1],
+            "dtype": DTYPES,
+            "activation": ["sigmoid", "softplus"],
+            "has_bias": [True, False],
+        }
+    ),
+    ids=label,
+)
+def test_gates_of_attention(row: dict[str, Any]) -> None:
+    check_gate(KERNELS, **row)
 
 
 @pytest.mark.parametrize("row", pairwise(ROWS | {"softcap": [30.0, 0.7]}), ids=label)

@@ -42,6 +42,7 @@ class Request:
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    is_long: bool = False  # see LongTexts
 
     @property
     def is_finished(self) -> bool:

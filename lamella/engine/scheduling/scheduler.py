@@ -21,6 +21,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from lamella.engine.scheduling.admission import Admission
+from lamella.engine.scheduling.long_texts import LongTexts
 from lamella.engine.scheduling.new_tokens import NewTokens, append_tokens
 from lamella.engine.scheduling.planned_steps import PlannedStep, Reached
 from lamella.engine.scheduling.preemption import choose_victim
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 class Scheduler:
     """chunk_tokens: the largest prefill chunk that the KV memory was sized for.
-    scheduling_policy: the order of the waiting queue, see WaitingQueue.
+    scheduling_policy: the order of the waiting queue, see WaitingQueue. short_text_tokens: see LongTexts.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Scheduler:
         max_model_len: int,
         chunk_tokens: int,
         scheduling_policy: str = "fcfs",
+        short_text_tokens: int | None = None,
     ) -> None:
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -60,6 +62,7 @@ class Scheduler:
         self.rows = RequestRows(max_num_seqs, max_model_len)
         self._admission = Admission(manager, self.rows, leaves_growth=scheduling_policy == "prefix")
         self._scheduling_policy = scheduling_policy
+        self._long_texts = LongTexts(short_text_tokens)
         self._one_each = np.ones(max_num_seqs, dtype=np.int64)
         self._num_generated_tokens = self._num_steps = self._num_preemptions = 0
         self._admissions = AdmissionCounters()
@@ -80,6 +83,7 @@ class Scheduler:
     # What the engine calls
 
     def add(self, request: Request) -> None:
+        self._long_texts.mark(request)
         self.queue.add(request, self._num_steps)
 
     @property
@@ -124,6 +128,8 @@ class Scheduler:
         reached = Reached.after(self.rows, in_flight)
         self._admitted.clear()
         num_preemptions = self._num_preemptions
+        if not self._begin_outgrown_anew(reached):
+            return None
         self._scheduled = decodes = self._grow_decodes(reached)
         if self._must_wait:
             return None  # rows keep the pages that they got for this plan; the next one uses them
@@ -145,7 +151,8 @@ class Scheduler:
             return None
         if self._admitted and in_flight is not None:  # `reached` does not know these rows yet
             reached = Reached.after(self.rows, in_flight)
-        plan = build_step_plan(self.rows, self.manager, self._scheduled, self._num_new, reached)
+        is_long_text = self._long_texts.flags(self.rows, self._scheduled)
+        plan = build_step_plan(self.rows, self.manager, self._scheduled, self._num_new, reached, is_long_text)
         sampled_rows = self._scheduled.repeat(plan.num_sampled)
         self._planned.append(PlannedStep(self._scheduled, self._num_new, sampled_rows, frozenset(self._admitted)))
         return plan
@@ -234,7 +241,7 @@ class Scheduler:
         self._num_generated_tokens = num_generated_tokens
         started.sort(key=lambda request: request.admission_index)
         for request in [*started, *fresh]:
-            self.queue.add(request, self._num_steps)
+            self.add(request)
 
     # Running requests
 
@@ -244,6 +251,16 @@ class Scheduler:
         if self._restarted is not None and self._restarted.is_finished:
             self._restarted = None
         return not (self._must_wait or self._restarted or self.rows.has_penalties)
+
+    def _begin_outgrown_anew(self, reached: Reached) -> bool:
+        """Send requests that have become long texts to the queue. False: not before the step in flight is processed."""
+        outgrown = self._long_texts.outgrown(self.rows, self.running, reached.num_tokens)
+        if outgrown and self._planned:
+            self._must_wait = True
+            return False
+        for row in outgrown[::-1]:
+            self.queue.expect_first(self._preempt(row))
+        return True
 
     def _grow_decodes(self, reached: Reached) -> np.ndarray:
         """Returns the rows (int64, oldest first) that decode one token, with room for it. Only rows at a block boundary
@@ -356,6 +373,7 @@ class Scheduler:
         request = rows.take(row)
         request.num_preemptions += 1
         self._num_preemptions += 1
+        self._long_texts.mark(request)
         self.queue.add_first(request, self._num_steps)
         return request
 

@@ -16,6 +16,7 @@ def build_step_plan(
     scheduled: np.ndarray,
     num_new: np.ndarray,
     reached: Reached,
+    is_long_text: np.ndarray | None = None,
 ) -> StepPlan:
     """scheduled: int64 [R], the rows of the step, those with one new token first. num_new: int64 [R], how many tokens
     each computes, from the position where it is when all steps planned before have run. A plan holds until two more
@@ -50,6 +51,7 @@ def build_step_plan(
         num_sampled=is_complete.astype(np.int64),
         sampling=rows.sampling_batch(scheduled[is_complete], reached.num_tokens),
         token_sources=_token_sources(rows, reached, row_of_token, positions),
+        is_long_text=is_long_text,
     )
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lamella.errors import ConfigError
 from lamella.model_executor.layers.contract import Operators
-from lamella.model_executor.layers.description import Model
+from lamella.model_executor.layers.description import Experts, Model
 from lamella.model_executor.weights.model_source import ModelSource
+
+if TYPE_CHECKING:
+    from lamella.model_executor.weights.gguf_form import GgufBlocks
 
 QUANTIZATIONS = (None, "none", "int8", "w8a8", "gguf")
 
@@ -32,6 +37,10 @@ def choose_operators(quantization: str | None, backend_name: str, source: ModelS
     from lamella.model_executor.layers.native_operators import NativeOperators
 
     kind: LinearKind = Float32Linear(f"{model.head.name}.weight")
+    if quantization is None and (blocks := mxfp4_blocks(source, model)) is not None:
+        from lamella.model_executor.layers.gguf_kind import GgufLinear
+
+        return NativeOperators(GgufLinear(blocks))
     if quantization == "int8":
         kind = Int8Linear()
     elif quantization == "w8a8":
@@ -50,3 +59,17 @@ def choose_operators(quantization: str | None, backend_name: str, source: ModelS
         checkpoint = GgufCheckpoint(source.paths[0], weight_map(model.config))
         kind = GgufLinear(GgufBlocks(checkpoint, model.parameters()))
     return NativeOperators(kind)
+
+
+def mxfp4_blocks(source: ModelSource, model: Model) -> GgufBlocks | None:
+    """The form of weights that are stored in MXFP4 and keep their blocks; None where none are."""
+    if source.kind != "safetensors" or not any(isinstance(layer.mlp, Experts) for layer in model.layers):
+        return None
+    from lamella.model_executor.models.registry import weight_map
+    from lamella.model_executor.weights.checkpoint import SafetensorsCheckpoint
+    from lamella.model_executor.weights.gguf_form import GgufBlocks
+
+    checkpoint = SafetensorsCheckpoint(source.paths, weight_map(model.config))
+    if all(tensor.scales_name is None for tensor in checkpoint.tensors.values()):
+        return None
+    return GgufBlocks(checkpoint, model.parameters())

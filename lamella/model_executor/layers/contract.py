@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -12,6 +12,28 @@ from lamella.model_executor.step_attention import StepAttention
 from lamella.model_executor.weights.forms import WeightForm
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin of a step's tokens, see rotary.rotary_tables
+
+
+class LayerInputs(NamedTuple):
+    """What a layer needs of a step's T tokens beside the residual stream.
+
+    query_scale: float32 [T, 1, 1], what queries are multiplied by; per_layer: [T, width], see PerLayerGate; rotary: see
+    above. Each None where the layer has no such part.
+    """
+
+    rotary: Rotary | None = None
+    query_scale: torch.Tensor | None = None
+    per_layer: torch.Tensor | None = None
+
+    def of_rows(self, rows: torch.Tensor | None) -> LayerInputs:
+        """The same of the tokens `rows` (int64 [S]); None: of all."""
+        if rows is None:
+            return self
+        return LayerInputs(
+            None if self.rotary is None else (self.rotary[0][rows], self.rotary[1][rows]),
+            None if self.query_scale is None else self.query_scale[rows],
+            None if self.per_layer is None else self.per_layer[rows],
+        )
 
 
 class HeadScores(Protocol):
@@ -53,18 +75,25 @@ class Operators(Protocol):
         """Rows of the table, times `scale`: a new tensor [T, num_in]."""
         ...
 
-    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor: ...
+    def multiply(self, projection: Projection, x: torch.Tensor, columns: slice) -> torch.Tensor:
+        """x [T, num_in] by the weight: [T, len(columns)], of the outputs `columns`, before any bias or with it, as
+        suits who reads them."""
+        ...
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """x [T, norm.width], rows adjacent or apart: a new tensor."""
+        ...
 
     def run(
         self,
         step: StepAttention,
         layers: Sequence[DecoderLayer],
         following: Norm | None,
-        rotaries: Sequence[Rotary | None],
+        inputs: Sequence[LayerInputs],
         x: torch.Tensor,
         normed: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All tokens through `layers`, one after the other; rotaries: of each.
+        """All tokens through `layers`, one after the other; inputs: of each.
 
         x [T, width] is the residual stream, normed what the first layer's input norm makes of it. Returns x after the
         last layer, and what `following` makes of that. Both may be overwritten. All T tokens leave each layer but the
@@ -72,7 +101,9 @@ class Operators(Protocol):
         """
         ...
 
-    def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> torch.Tensor | HeadScores:
-        """Logits of hidden [S, width] against the rows of `weight`: float32 [S, num_out] (may be a transposed view), or
-        what computes as much of them as is asked for."""
+    def head(
+        self, weight: Projection, hidden: torch.Tensor, softcap: float | None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor | HeadScores:
+        """Logits of hidden [S, width] against the rows of `weight`, plus bias float32 [num_out]: float32 [S, num_out]
+        (may be a transposed view), or what computes as much of them as is asked for."""
         ...

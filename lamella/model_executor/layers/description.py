@@ -12,26 +12,73 @@ from dataclasses import dataclass
 import torch
 
 from lamella.errors import InvariantError
-from lamella.model_executor.models.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig
+from lamella.model_executor.models.config import (
+    AttentionConfig,
+    LayerConfig,
+    ModelConfig,
+    PerLayerInputConfig,
+)
+from lamella.model_executor.models.mlp_config import ExpertsConfig, MLPConfig, RouterConfig
 from lamella.model_executor.weights.parameters import Parameter, Part, is_vector
 
 
 class Norm:
-    """An RMS norm: x / sqrt(mean(x²) + eps) * weight, float32 [width]."""
+    """RMS norm: x / sqrt(mean(x²) + eps) * weight; or, where `is_layer_norm`, LayerNorm: the same of x - mean(x), plus
+    a bias if it has one. weight and bias: float32 [width].
 
-    def __init__(self, name: str, width: int, eps: float) -> None:
+    A norm without a weight of its own multiplies by 1. factor: of weight and bias, taken in when they are loaded.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        width: int,
+        eps: float,
+        *,
+        is_layer_norm: bool = False,
+        has_weight: bool = True,
+        has_bias: bool = False,
+        factor: float = 1.0,
+    ) -> None:
         self.name = name
         self.width = width
         self.eps = eps
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.is_layer_norm = is_layer_norm
+        self.has_weight = has_weight
+        self.has_bias = has_bias
+        self.tensors: dict[str, torch.Tensor] = {} if has_weight else {"weight": torch.ones(width)}
+        self._factor = factor
 
     @property
     def weight(self) -> torch.Tensor:
         return self.tensors["weight"]
 
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.tensors.get("bias")
+
     def parameters(self) -> Iterator[Parameter]:
-        name = f"{self.name}.weight"
-        yield Parameter(name, (self.width,), (Part(name, self.width),))
+        for ending in ["weight"] * self.has_weight + ["bias"] * self.has_bias:
+            name = f"{self.name}.{ending}"
+            yield Parameter(name, (self.width,), (Part(name, self.width, factor=self._factor),))
+
+
+class Vector:
+    """Numbers that stay as they are whatever form weights have, float32 [*shape]; checkpoints call them
+    `stored_name`."""
+
+    def __init__(self, name: str, stored_name: str, *shape: int) -> None:
+        self.name = name
+        self.shape = shape
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._stored_name = stored_name
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.tensors["vector"]
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield Parameter(f"{self.name}.vector", self.shape, (Part(self._stored_name, self.shape[0]),))
 
 
 class Projection:
@@ -68,33 +115,108 @@ class Projection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention:
-    """qkv_proj: query heads, then the KV heads' keys, then their values; queries alone where config.kv_owner is set."""
+    """qkv_proj: query heads, then the KV heads' keys, then their values; queries alone where config.kv_owner is set.
+    q_norm, k_norm: of a head, or of all heads as one row, see config.qk_norm."""
 
     config: AttentionConfig
     qkv_proj: Projection
     o_proj: Projection
-    q_norm: Norm | None  # of each head
+    q_norm: Norm | None
     k_norm: Norm | None
+    v_norm: Norm | None  # of a head
+    gate_proj: Projection | None  # of num_heads numbers, or of num_heads * v_dim
+    sinks: Vector | None  # of num_heads numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseMLP:
+    """gate_up_proj: the gate first; without it where the MLP is not gated."""
+
     config: MLPConfig
-    gate_up_proj: Projection  # gate first
+    gate_up_proj: Projection
     down_proj: Projection
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Router:
+    """config: its vectors are there where that has them."""
+
+    config: RouterConfig
+    weight: Vector  # [num_experts, hidden_size]
+    bias: Vector | None  # [num_experts], as the others
+    correction: Vector | None
+    expert_scale: Vector | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """All experts' layers lie one after the other, as the outputs of one layer: of each expert 2 * width outputs of
+    gate_up_proj, its gate first, and hidden_size outputs of down_proj. shared_gate: of one output."""
+
+    config: ExpertsConfig
+    router: Router
+    gate_up_proj: Projection
+    down_proj: Projection
+    shared: DenseMLP | None
+    shared_gate: Projection | None
+
+    def gate_up_columns(self, expert: int) -> slice:
+        size = 2 * self.config.expert.width
+        return slice(expert * size, (expert + 1) * size)
+
+    def down_columns(self, expert: int) -> slice:
+        size = self.down_proj.num_out // self.config.num_experts
+        return slice(expert * size, (expert + 1) * size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertsBeside:
+    """Experts beside a layer's MLP: post_norm(experts(norm(x))), routed by router_norm(x), joins mlp_post_norm of what
+    the MLP gives."""
+
+    experts: Experts
+    norm: Norm
+    router_norm: Norm
+    post_norm: Norm
+    mlp_post_norm: Norm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerLayerGate:
+    """How a layer takes in what it alone gets of a token: x + norm(projection(activation(gate(x)) * input))."""
+
+    activation: str
+    gate: Projection
+    projection: Projection
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """A layer's parts in the order in which they run. index: which layer of the model it is."""
+    """A layer's parts in the order in which they run. index: which layer of the model it is. is_parallel: the MLP's
+    input is attention's."""
 
     index: int
     input_norm: Norm | None
     attention: Attention
     post_attention_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: DenseMLP
+    mlp: DenseMLP | Experts
+    experts_beside: ExpertsBeside | None
     post_mlp_norm: Norm | None
+    per_layer_gate: PerLayerGate | None
+    scalar: Vector | None
+    is_parallel: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerLayerInputs:
+    """What makes every layer's own input of a token: see `per_layer_inputs.of_tokens`."""
+
+    config: PerLayerInputConfig
+    embed_tokens: Projection  # [vocab_size, num_layers * width]
+    projection: Projection  # of the embeddings
+    norm: Norm  # of one layer's part of it
 
 
 class Model:
@@ -103,13 +225,16 @@ class Model:
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config = config
         self.dtype = dtype
-        self._holders: list[Norm | Projection] = []
+        self._weightless: list[Norm] = []
+        self._holders: list[Norm | Projection | Vector] = []
         hidden = config.hidden_size
         self.embed_tokens = self._projection("embed_tokens", hidden, config.vocab_size)
         self.layers = tuple(self._layer(index, layer) for index, layer in enumerate(config.layers))
-        self.norm = self._norm("norm", hidden)
+        self.per_layer_inputs = self._per_layer_inputs(config.per_layer_input)
+        self.norm = self._norm("norm", hidden, factor=config.logits_scale)
         is_tied = config.tie_word_embeddings
         self.head = self.embed_tokens if is_tied else self._projection("lm_head", hidden, config.vocab_size)
+        self.head_bias = self._vector("head_bias", "lm_head.bias", config.vocab_size) if config.has_head_bias else None
 
     def parameters(self) -> list[Parameter]:
         return [parameter for holder in self._holders for parameter in holder.parameters()]
@@ -136,15 +261,22 @@ class Model:
         for name, tensor in tensors.items():
             place, _, ending = name.rpartition(".")
             holder = by_name.get(place)
-            # A weight's form says what its tensors are called; a norm or a bias is one tensor under its own name.
+            # A weight's form says what its tensors are called; a vector is one tensor under its own name.
             is_of_form = isinstance(holder, Projection) and ending != "bias"
             if holder is None or not (is_of_form or name in vectors):
                 raise InvariantError(f"the model has no place for {name}")
             holder.tensors[ending] = tensor
+        self._place_constants()
         lacking = [holder.name for holder in self._holders if not holder.tensors.keys() - {"bias"}]
         lacking += sorted(name for name in vectors - tensors.keys() if name.endswith(".bias"))
         if lacking:
             raise InvariantError(f"the model got no weights for {', '.join(lacking[:5])}")
+
+    def _place_constants(self) -> None:
+        """Norms without a weight of their own go where the model is."""
+        if "weight" in self.norm.tensors:
+            for norm in self._weightless:
+                norm.tensors["weight"] = norm.weight.to(self.device)
 
     def _layer(self, index: int, layer: LayerConfig) -> DecoderLayer:
         name, norms, hidden = f"layers.{index}", layer.norms, self.config.hidden_size
@@ -159,40 +291,152 @@ class Model:
             post_attention_norm=norm("post_attention_norm", norms.post_attention),
             mlp_norm=norm("mlp_norm", norms.mlp),
             mlp=self._mlp(f"{name}.mlp", layer.mlp),
+            experts_beside=self._experts_beside(f"{name}.mlp", layer.experts_beside),
             post_mlp_norm=norm("post_mlp_norm", norms.post_mlp),
+            per_layer_gate=self._per_layer_gate(name, self.config.per_layer_input),
+            scalar=self._vector(f"{name}.layer_scalar", f"{name}.layer_scalar", 1) if layer.has_scalar else None,
+            is_parallel=layer.is_parallel,
         )
 
     def _attention(self, name: str, config: AttentionConfig) -> Attention:
         hidden = self.config.hidden_size
-        parts = [Part(f"{name}.q_proj", config.query_columns, config.k_dim)]
-        if config.kv_owner is None:
-            parts.append(Part(f"{name}.k_proj", config.key_columns, config.k_dim))
-            parts.append(Part(f"{name}.v_proj", config.value_columns))
+        paired = 0 if config.rotary is None else config.rotary.dim
+        parts = [Part(f"{name}.q_proj", config.query_columns, config.k_dim, paired_rows=paired)]
+        has_kv = config.kv_owner is None
+        if has_kv:
+            parts.append(Part(f"{name}.k_proj", config.key_columns, config.k_dim, paired_rows=paired))
+            value_name = "k_proj" if config.values_are_keys else "v_proj"
+            parts.append(Part(f"{name}.{value_name}", config.value_columns, factor=config.value_scale))
         qkv_proj = Projection(f"{name}.qkv_proj", parts, hidden, has_bias=config.has_qkv_bias)
         self._holders.append(qkv_proj)
         attended_columns = config.num_heads * config.v_dim
         o_proj = self._projection(f"{name}.o_proj", attended_columns, hidden, has_bias=config.has_output_bias)
-        has_key_norm = config.has_head_norms and config.kv_owner is None
+
+        def norm(which: str, columns: int, dim: int) -> Norm | None:
+            if config.qk_norm is None:
+                return None
+            if config.qk_norm == "projection":
+                return self._own_norm(f"{name}.{which}", columns)
+            return self._own_norm(f"{name}.{which}", dim, has_weight=config.qk_norm == "heads")
+
+        gate = config.gate
+        gate_columns = config.num_heads if gate is not None and gate.is_per_head else attended_columns
         return Attention(
             config=config,
             qkv_proj=qkv_proj,
             o_proj=o_proj,
-            q_norm=self._norm(f"{name}.q_norm", config.k_dim) if config.has_head_norms else None,
-            k_norm=self._norm(f"{name}.k_norm", config.k_dim) if has_key_norm else None,
+            q_norm=norm("q_norm", config.query_columns, config.k_dim),
+            k_norm=norm("k_norm", config.key_columns, config.k_dim) if has_kv else None,
+            v_norm=self._own_norm(f"{name}.v_norm", config.v_dim, has_weight=False)
+            if config.has_value_norm and has_kv
+            else None,
+            gate_proj=None if gate is None else self._projection(f"{name}.gate_proj", hidden, gate_columns),
+            sinks=self._vector(f"{name}.sinks", f"{name}.sinks", config.num_heads) if config.has_sinks else None,
         )
 
-    def _mlp(self, name: str, config: MLPConfig) -> DenseMLP:
+    def _mlp(self, name: str, config: MLPConfig | ExpertsConfig) -> DenseMLP | Experts:
+        return self._dense(name, config) if isinstance(config, MLPConfig) else self._experts(name, config)
+
+    def _experts_beside(self, name: str, config: ExpertsConfig | None) -> ExpertsBeside | None:
+        if config is None:
+            return None
         hidden = self.config.hidden_size
-        parts = (Part(f"{name}.gate_proj", config.width), Part(f"{name}.up_proj", config.width))
+        return ExpertsBeside(
+            self._experts(name, config),
+            self._norm(f"{name}.experts_norm", hidden),
+            # The router's own scale is the norm's weight, with the root that its logits are divided by.
+            self._norm(f"{name}.router_norm", hidden, factor=hidden**-0.5),
+            self._norm(f"{name}.post_experts_norm", hidden),
+            self._norm(f"{name}.post_dense_norm", hidden),
+        )
+
+    def _experts(self, name: str, config: ExpertsConfig) -> Experts:
+        hidden, expert, router, count = self.config.hidden_size, config.expert, config.router, config.num_experts
+        numbers = range(count)
+        names = [f"{name}.experts.{each}" for each in numbers]
+        both = [Part(f"{each}.{which}", expert.width) for each in names for which in ("gate_proj", "up_proj")]
+        gate_up_proj = Projection(f"{name}.experts.gate_up_proj", both, hidden, has_bias=expert.has_bias)
+        downs = [Part(f"{each}.down_proj", hidden) for each in names]
+        down_proj = Projection(f"{name}.experts.down_proj", downs, expert.width, has_bias=expert.has_bias)
+        self._holders += [gate_up_proj, down_proj]
+
+        def vector(which: str, is_there: bool) -> Vector | None:
+            return self._vector(f"{name}.router_{which}", f"{name}.router.{which}", count) if is_there else None
+
+        return Experts(
+            config,
+            Router(
+                router,
+                self._vector(f"{name}.router", f"{name}.router.weight", count, hidden),
+                vector("bias", router.has_bias),
+                vector("correction", router.has_correction),
+                vector("expert_scale", router.has_expert_scale),
+            ),
+            gate_up_proj,
+            down_proj,
+            None if config.shared is None else self._dense(f"{name}.shared", config.shared),
+            self._projection(f"{name}.shared_gate", hidden, 1) if config.shared_has_gate else None,
+        )
+
+    def _dense(self, name: str, config: MLPConfig) -> DenseMLP:
+        hidden = self.config.hidden_size
+        inputs = ("gate_proj", "up_proj") if config.is_gated else ("up_proj",)
+        parts = tuple(Part(f"{name}.{each}", config.width) for each in inputs)
         gate_up_proj = Projection(f"{name}.gate_up_proj", parts, hidden, has_bias=config.has_bias)
         self._holders.append(gate_up_proj)
         down_proj = self._projection(f"{name}.down_proj", config.width, hidden, has_bias=config.has_bias)
         return DenseMLP(config, gate_up_proj, down_proj)
 
-    def _norm(self, name: str, width: int) -> Norm:
-        norm = Norm(name, width, self.config.rms_norm_eps)
+    def _per_layer_inputs(self, config: PerLayerInputConfig | None) -> PerLayerInputs | None:
+        if config is None:
+            return None
+        columns = self.config.num_layers * config.width
+        return PerLayerInputs(
+            config,
+            self._projection("embed_tokens_per_layer", columns, config.vocab_size),
+            self._projection("per_layer_model_projection", self.config.hidden_size, columns),
+            self._own_norm("per_layer_projection_norm", config.width),
+        )
+
+    def _per_layer_gate(self, name: str, config: PerLayerInputConfig | None) -> PerLayerGate | None:
+        if config is None:
+            return None
+        hidden = self.config.hidden_size
+        return PerLayerGate(
+            config.activation,
+            self._projection(f"{name}.per_layer_input_gate", hidden, config.width),
+            self._projection(f"{name}.per_layer_projection", config.width, hidden),
+            self._norm(f"{name}.post_per_layer_input_norm", hidden),
+        )
+
+    def _norm(self, name: str, width: int, *, factor: float = 1.0) -> Norm:
+        """A norm of the residual stream or of what joins it."""
+        config = self.config
+        is_layer_norm = config.norm_kind == "layer"
+        norm = Norm(
+            name,
+            width,
+            config.norm_eps,
+            is_layer_norm=is_layer_norm,
+            has_bias=config.norm_has_bias,
+            factor=factor,
+        )
         self._holders.append(norm)
         return norm
+
+    def _own_norm(self, name: str, width: int, *, has_weight: bool = True) -> Norm:
+        """An RMS norm of other rows."""
+        norm = Norm(name, width, self.config.norm_eps, has_weight=has_weight)
+        if has_weight:
+            self._holders.append(norm)
+        else:
+            self._weightless.append(norm)
+        return norm
+
+    def _vector(self, name: str, stored_name: str, *shape: int) -> Vector:
+        vector = Vector(name, stored_name, *shape)
+        self._holders.append(vector)
+        return vector
 
     def _projection(self, name: str, num_in: int, num_out: int, *, has_bias: bool = False) -> Projection:
         projection = Projection(name, (Part(name, num_out),), num_in, has_bias=has_bias)

@@ -12,7 +12,7 @@ from lamella.model_executor.layers.linear_kinds import bias_of
 from lamella.model_executor.layers.native_heads import scores_by_parts
 from lamella.model_executor.weights.gguf_form import BlockPart, GgufBlocks
 from lamella.native.gguf_linear import FORMATS, GgufWeight, gather_rows_gguf
-from lamella.native.layers import LinearLayer
+from lamella.native.layer_linear import LinearLayer
 from lamella.native.library import PANEL
 from lamella.native.linear import PackedWeight, gather_rows
 
@@ -38,8 +38,10 @@ class GgufLinear:
             return gather_rows(table, ids, scale)
         return gather_rows_gguf(table, ids, scale)
 
-    def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
-        return scores_by_parts(partial(self.layer, weight), weight.num_out, hidden, softcap)
+    def head(
+        self, weight: Projection, hidden: torch.Tensor, softcap: float | None, bias: torch.Tensor | None
+    ) -> HeadScores:
+        return scores_by_parts(partial(self.layer, weight), weight.num_out, hidden, softcap, bias)
 
 
 def _part(weight: Projection, part: BlockPart, start: int, stop: int) -> GgufWeight | PackedWeight:

@@ -8,8 +8,11 @@ from lamella.model_executor.layers.description import DecoderLayer
 
 
 def head_transform(layer: DecoderLayer, rotary: Rotary | None) -> HeadTransform:
-    """The layer's norms of heads and the rotary embedding of the step's tokens; what is not there is left out."""
-    q_norm, k_norm = layer.attention.q_norm, layer.attention.k_norm
+    """The layer's norms of heads and the rotary embedding of the step's tokens; what is not there is left out, and so
+    is a norm of all heads as one row, which these kernels do not know."""
+    attention = layer.attention
+    is_by_head = attention.config.qk_norm != "projection"
+    q_norm, k_norm = (attention.q_norm, attention.k_norm) if is_by_head else (None, None)
     return HeadTransform(
         None if q_norm is None else q_norm.weight,
         None if k_norm is None else k_norm.weight,

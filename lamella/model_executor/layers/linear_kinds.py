@@ -20,7 +20,7 @@ from lamella.model_executor.layers.native_heads import NativeScores, scores_by_p
 from lamella.model_executor.weights.forms import HEAD_ENDINGS, Int8Panels, Panels, WeightForm
 from lamella.native.int8 import Int8Weight, gather_rows_int8
 from lamella.native.int8_head import MAX_BEST, HeadTensors, Int8Head, assemble_head
-from lamella.native.layers import LinearLayer
+from lamella.native.layer_linear import LinearLayer
 from lamella.native.library import PANEL
 from lamella.native.linear import PackedWeight, gather_rows, linear, linear_topk
 
@@ -39,7 +39,9 @@ class LinearKind(Protocol):
         """weight[ids] * scale, ids int64 [T]."""
         ...
 
-    def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores: ...
+    def head(
+        self, weight: Projection, hidden: torch.Tensor, softcap: float | None, bias: torch.Tensor | None
+    ) -> HeadScores: ...
 
 
 class Float32Linear:
@@ -55,7 +57,9 @@ class Float32Linear:
     def gather(self, weight: Projection, ids: torch.Tensor, scale: float) -> torch.Tensor:
         return gather_rows(_packed(weight, 0, weight.num_out), ids, scale)
 
-    def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
+    def head(
+        self, weight: Projection, hidden: torch.Tensor, softcap: float | None, bias: torch.Tensor | None
+    ) -> HeadScores:
         packed = _packed(weight, 0, weight.num_out)
 
         def top(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +71,7 @@ class Float32Linear:
             found = linear_topk(x, packed, count)
             return found.ids, found.values
 
-        return NativeScores(hidden, weight.num_out, softcap, lambda x: linear(x, packed), top)
+        return NativeScores(hidden, weight.num_out, softcap, lambda x: linear(x, packed), top, bias)
 
 
 class Int8Linear:
@@ -88,8 +92,10 @@ class Int8Linear:
     def gather(self, weight: Projection, ids: torch.Tensor, scale: float) -> torch.Tensor:
         return gather_rows_int8(_int8(weight, 0, weight.num_out), ids, scale)
 
-    def head(self, weight: Projection, hidden: torch.Tensor, softcap: float | None) -> HeadScores:
-        return scores_by_parts(partial(self.layer, weight), weight.num_out, hidden, softcap)
+    def head(
+        self, weight: Projection, hidden: torch.Tensor, softcap: float | None, bias: torch.Tensor | None
+    ) -> HeadScores:
+        return scores_by_parts(partial(self.layer, weight), weight.num_out, hidden, softcap, bias)
 
 
 def bias_of(weight: Projection, start: int, stop: int) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lamella.native.elementwise import softcap
-from lamella.native.layers import LinearLayer
+from lamella.native.layer_linear import LinearLayer
 from lamella.native.library import PANEL
 from lamella.native.top_columns import top_columns
 
@@ -20,7 +20,7 @@ class NativeScores:
     """See HeadScores. hidden: float32 [S, width]; cap: the logits' soft-cap.
 
     multiply: rows of hidden -> all their scores. find_top: rows, count -> (ids, scores) of the largest without the
-    others being written, or None where there is no such kernel.
+    others being written, or None where there is no such kernel. bias: float32 [vocab], added to all scores, or None.
     """
 
     hidden: torch.Tensor
@@ -28,9 +28,11 @@ class NativeScores:
     cap: float | None
     multiply: Callable[[torch.Tensor], torch.Tensor]
     find_top: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] | None
+    bias: torch.Tensor | None = None
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         scores = self.multiply(self.hidden[rows])
+        scores = scores if self.bias is None else scores.add_(self.bias)
         return scores if self.cap is None else softcap(scores, self.cap)
 
     def largest(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,8 +42,8 @@ class NativeScores:
     def top(self, rows: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
         num_top = min(num_top, self.vocab_size)
         # The soft-cap can round different scores to equal ones. Of those the lowest id counts, so all scores are
-        # needed.
-        if self.find_top is not None and self.cap is None:
+        # needed; and a bias changes which are the largest.
+        if self.find_top is not None and self.cap is None and self.bias is None:
             return self.find_top(self.hidden[rows], num_top)
         logits = self.logits(rows)
         if num_top == 1:
@@ -52,7 +54,11 @@ class NativeScores:
 
 
 def scores_by_parts(
-    layer: Callable[[int, int], LinearLayer], num_out: int, hidden: torch.Tensor, softcap: float | None
+    layer: Callable[[int, int], LinearLayer],
+    num_out: int,
+    hidden: torch.Tensor,
+    softcap: float | None,
+    bias: torch.Tensor | None = None,
 ) -> NativeScores:
     """Scores of a head that is computed in parts. layer(start, stop): the head's outputs [start, stop)."""
 
@@ -65,6 +71,7 @@ def scores_by_parts(
         softcap,
         lambda x: multiply(x, 0, num_out),
         lambda x, count: top_by_parts(multiply, x, num_out, count),
+        bias,
     )
 
 

@@ -8,9 +8,10 @@ import torch
 
 from lamella.attention.contract import AttentionParams
 from lamella.kv_cache.spec import KVCacheSpec
-from lamella.model_executor.layers.contract import HeadScores, Operators
+from lamella.model_executor.layers import per_layer_inputs
+from lamella.model_executor.layers.contract import HeadScores, LayerInputs, Operators
 from lamella.model_executor.layers.description import Model
-from lamella.model_executor.layers.rotary import RotaryEmbeddings
+from lamella.model_executor.layers.rotary import RotaryEmbeddings, query_scales
 from lamella.model_executor.step_attention import StepAttention
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class Stack:
         self.dtype = model.dtype
         self.device = model.device
         self._layer_rotaries = [layer.attention.config.rotary for layer in model.layers]
+        self._query_scales = [layer.attention.config.query_scale for layer in model.layers]
         self._rotary_embeddings = RotaryEmbeddings(self._layer_rotaries, model.dtype, model.device)
         input_norms = [layer.input_norm for layer in model.layers]
         self._first_norm = input_norms[0]
@@ -35,17 +37,30 @@ class Stack:
 
     def attention_params(self, specs: list[KVCacheSpec]) -> list[AttentionParams]:
         """specs: what each layer sees (not how long its KV is kept)."""
-        configs = [layer.attention.config for layer in self.model.layers]
+        attentions = [layer.attention for layer in self.model.layers]
         return [
-            AttentionParams(spec=spec, num_heads=config.num_heads, scale=config.scale, softcap=config.softcap)
-            for spec, config in zip(specs, configs, strict=True)
+            AttentionParams(
+                spec=spec,
+                num_heads=attention.config.num_heads,
+                scale=attention.config.scale,
+                softcap=attention.config.softcap,
+                sinks=None if attention.sinks is None else attention.sinks.values,
+            )
+            for spec, attention in zip(specs, attentions, strict=True)
         ]
 
-    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepAttention) -> torch.Tensor:
-        """token_ids, positions: int64 [T]. Returns [S, hidden_size], of the tokens that leave the last layer."""
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: StepAttention,
+        is_long: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """token_ids, positions: int64 [T]. Returns [S, hidden_size], of the tokens that leave the last layer. is_long:
+        see RotaryEmbeddings.tables."""
         model, operators = self.model, self.operators
-        tables = self._rotary_embeddings.tables(positions)
         x = operators.embed(model.embed_tokens, token_ids, model.config.embedding_scale)
+        inputs = self._layer_inputs(token_ids, positions, x, is_long)
         normed = x.clone() if self._first_norm is None else operators.norm(x, self._first_norm)
         first, num_layers = 0, len(model.layers)
         while first < num_layers:
@@ -55,21 +70,54 @@ class Stack:
             while last < num_layers - 1 and step.output_rows(last) is None:
                 last += 1
             layers = model.layers[first : last + 1]
-            rotaries = [tables[rotary] for rotary in self._layer_rotaries[first : last + 1]]
-            x, normed = operators.run(step, layers, self._following[last], rotaries, x, normed)
+            x, normed = operators.run(step, layers, self._following[last], inputs[first : last + 1], x, normed)
             rows = step.output_rows(last)
             if rows is not None:
-                tables = {
-                    rotary: None if table is None else (table[0][rows], table[1][rows])
-                    for rotary, table in tables.items()
-                }
+                inputs = _of_rows(inputs, rows)
             first = last + 1
         return normed
+
+    def _layer_inputs(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, is_long: torch.Tensor | None
+    ) -> list[LayerInputs]:
+        tables = self._rotary_embeddings.tables(positions, is_long)
+        scales = {
+            config: None if config is None else query_scales(positions, config)
+            for config in dict.fromkeys(self._query_scales)
+        }
+        per_layer: list[torch.Tensor | None] = [None] * len(self.model.layers)
+        if self.model.per_layer_inputs is not None:
+            per_layer[:] = per_layer_inputs.of_tokens(self.operators, self.model.per_layer_inputs, token_ids, x)
+        return [
+            LayerInputs(tables[rotary], scales[scale], own)
+            for rotary, scale, own in zip(self._layer_rotaries, self._query_scales, per_layer, strict=True)
+        ]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | HeadScores:
         """hidden [S, hidden_size] -> float32 [S, vocab_size] (may be a transposed view), or what computes only those
         that are asked for."""
-        return self.operators.head(self.model.head, hidden, self.model.config.final_logit_softcap)
+        model = self.model
+        bias = None if model.head_bias is None else model.head_bias.values
+        return self.operators.head(model.head, hidden, model.config.final_logit_softcap, bias)
+
+
+def _of_rows(inputs: list[LayerInputs], rows: torch.Tensor) -> list[LayerInputs]:
+    """What each layer gets of the tokens `rows`; what layers share is taken once."""
+    taken: dict[int, torch.Tensor] = {}
+
+    def of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in taken:
+            taken[id(tensor)] = tensor[rows]
+        return taken[id(tensor)]
+
+    found = []
+    for each in inputs:
+        rotary = each.rotary
+        turned = None if rotary is None else (of(rotary[0]), of(rotary[1]))
+        found.append(LayerInputs(turned, of(each.query_scale), of(each.per_layer)))  # type: ignore[arg-type]
+    return found
 
 
 def _in_finer_parts(model: Model, operators: Operators) -> dict[str, list[int]]:

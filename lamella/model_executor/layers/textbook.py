@@ -11,8 +11,17 @@ from typing import Protocol
 
 import torch
 
-from lamella.model_executor.layers.contract import Rotary
-from lamella.model_executor.layers.description import DecoderLayer, Norm, Projection
+from lamella.model_executor.layers.contract import LayerInputs
+from lamella.model_executor.layers.description import (
+    DecoderLayer,
+    DenseMLP,
+    Experts,
+    ExpertsBeside,
+    Norm,
+    PerLayerGate,
+    Projection,
+)
+from lamella.model_executor.models.config import GateConfig, MLPConfig
 from lamella.model_executor.step_attention import StepAttention
 
 
@@ -28,7 +37,7 @@ class Operations(Protocol):
         self,
         step: StepAttention,
         layer: DecoderLayer,
-        rotary: Rotary | None,
+        inputs: LayerInputs,
         normed: torch.Tensor,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -38,9 +47,28 @@ class Operations(Protocol):
         """
         ...
 
-    def activate(self, gate_up: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-        """gate_up + bias [T, 2 * width], gate first -> activation(gate) * up, [T, width]."""
+    def gate(
+        self, attended: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, config: GateConfig
+    ) -> torch.Tensor:
+        """attended [S, num_heads * v_dim] * activation(gate + bias), gate [S, num_heads] or as wide as attended.
+        attended may be overwritten."""
         ...
+
+    def activate(self, gate_up: torch.Tensor, bias: torch.Tensor | None, config: MLPConfig) -> torch.Tensor:
+        """gate_up + bias [T, 2 * width], gate first -> activation(gate) * up, [T, width]; of an MLP that is not gated,
+        up + bias [T, width] -> activation(up)."""
+        ...
+
+    def experts(self, experts: Experts, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, width] -> what its experts give, and the shared one, biases and all: [T, width]. routed [T, width]:
+        what the router reads; None: x."""
+        ...
+
+    def multiply_activated(self, gate: torch.Tensor, factor: torch.Tensor, activation: str) -> torch.Tensor:
+        """activation(gate) * factor, each [T, width]."""
+        ...
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor: ...
 
     def add(
         self,
@@ -60,14 +88,14 @@ def run_layers(
     step: StepAttention,
     layers: Sequence[DecoderLayer],
     following: Norm | None,
-    rotaries: Sequence[Rotary | None],
+    inputs: Sequence[LayerInputs],
     x: torch.Tensor,
     normed: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `Operators.run`."""
     next_norms = [*(layer.input_norm for layer in layers[1:]), following]
-    for layer, rotary, next_norm in zip(layers, rotaries, next_norms, strict=True):
-        x, normed = run_layer(operations, step, layer, next_norm, rotary, x, normed)
+    for layer, its_inputs, next_norm in zip(layers, inputs, next_norms, strict=True):
+        x, normed = run_layer(operations, step, layer, next_norm, its_inputs, x, normed)
     return x, normed
 
 
@@ -76,7 +104,7 @@ def run_layer(
     step: StepAttention,
     layer: DecoderLayer,
     next_norm: Norm | None,
-    rotary: Rotary | None,
+    inputs: LayerInputs,
     x: torch.Tensor,
     normed: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,16 +114,76 @@ def run_layer(
     """
     # Tokens that are not in `rows` give K and V, which later tokens of this layer see, and end here.
     rows = step.output_rows(layer.index)
-    attended = operations.attention(step, layer, rotary, normed, rows)  # [S, num_heads * v_dim]
+    attended = operations.attention(step, layer, inputs, normed, rows)  # [S, num_heads * v_dim]
     if rows is not None:
-        x = x[rows]
-    o_proj, mlp = layer.attention.o_proj, layer.mlp
+        x, normed, inputs = x[rows], normed[rows], inputs.of_rows(rows)
+    return finish_layer(operations, layer, next_norm, inputs, x, normed, attended)
+
+
+def finish_layer(
+    operations: Operations,
+    layer: DecoderLayer,
+    next_norm: Norm | None,
+    inputs: LayerInputs,
+    x: torch.Tensor,
+    normed: torch.Tensor,
+    attended: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What follows a layer's attention, of the tokens that leave the layer: as `run_layer`."""
+    attention = layer.attention
+    if attention.gate_proj is not None:
+        assert attention.config.gate is not None
+        gate = project(operations, attention.gate_proj, normed)
+        attended = operations.gate(attended, gate, attention.gate_proj.bias, attention.config.gate)
+    o_proj = attention.o_proj
     y = reduce(project(operations, o_proj, attended))
-    x, normed = operations.add(x, y, o_proj.bias, layer.post_attention_norm, layer.mlp_norm)
+    if layer.is_parallel:
+        of_mlp, bias = run_mlp(operations, layer.mlp, normed)
+        x, _ = operations.add(x, y, o_proj.bias, layer.post_attention_norm, None)
+        y = of_mlp
+    else:
+        x, normed = operations.add(x, y, o_proj.bias, layer.post_attention_norm, layer.mlp_norm)
+        y, bias = run_mlp(operations, layer.mlp, normed)
+    if layer.experts_beside is not None:
+        y, bias = with_experts_beside(operations, layer.experts_beside, x, y), None
+    if layer.per_layer_gate is None and layer.scalar is None:
+        return operations.add(x, y, bias, layer.post_mlp_norm, next_norm)
+    x, _ = operations.add(x, y, bias, layer.post_mlp_norm, None)
+    if layer.per_layer_gate is not None:
+        assert inputs.per_layer is not None
+        y = run_per_layer_gate(operations, layer.per_layer_gate, inputs.per_layer, x)
+        x, _ = operations.add(x, y, None, layer.per_layer_gate.norm, None)
+    if layer.scalar is not None:
+        x = x * layer.scalar.values.to(x.dtype)
+    return x, x.clone() if next_norm is None else operations.norm(x, next_norm)
+
+
+def run_mlp(
+    operations: Operations, mlp: DenseMLP | Experts, normed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """normed [T, width] -> what the MLP makes of it, without the bias of its last projection, and that bias."""
+    if isinstance(mlp, Experts):
+        return reduce(operations.experts(mlp, normed)), None
     gate_up = project(operations, mlp.gate_up_proj, normed)
-    activated = operations.activate(gate_up, mlp.gate_up_proj.bias, mlp.config.activation)
-    y = reduce(project(operations, mlp.down_proj, activated))
-    return operations.add(x, y, mlp.down_proj.bias, layer.post_mlp_norm, next_norm)
+    activated = operations.activate(gate_up, mlp.gate_up_proj.bias, mlp.config)
+    return reduce(project(operations, mlp.down_proj, activated)), mlp.down_proj.bias
+
+
+def with_experts_beside(
+    operations: Operations, beside: ExpertsBeside, x: torch.Tensor, of_mlp: torch.Tensor
+) -> torch.Tensor:
+    """x [T, width]: the residual stream that the MLP has read; of_mlp: what it gave, which has no bias."""
+    routed = operations.norm(x, beside.router_norm)
+    given = reduce(operations.experts(beside.experts, operations.norm(x, beside.norm), routed))
+    return operations.norm(of_mlp, beside.mlp_post_norm) + operations.norm(given, beside.post_norm)
+
+
+def run_per_layer_gate(
+    operations: Operations, gate: PerLayerGate, per_layer: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """x [T, width], per_layer [T, width of the layer's own input] -> [T, width], before the norm."""
+    gated = operations.multiply_activated(project(operations, gate.gate, x), per_layer, gate.activation)
+    return reduce(project(operations, gate.projection, gated))
 
 
 def project(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from lamella.model_executor.models.mlp_config import GateClamp
+
 # Row counts where weight @ x.T beats x @ weight.T on CPU (MKL, fp32; see docs/benchmarks.md).
 CPU_SWAPPED_ROWS = range(3, 129)
 
@@ -27,8 +29,32 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
-def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """gate_up [T, 2 * width], gate first -> activation(gate) * up, [T, width]. activation: "gelu_tanh" or "silu"."""
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension, computed in float32."""
+    return functional.layer_norm(x.float(), weight.shape, weight, bias, eps).to(x.dtype)
+
+
+def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation: "gelu_tanh" or "silu"; a new tensor."""
+    return functional.silu(x) if activation == "silu" else functional.gelu(x, approximate="tanh")
+
+
+def gated_activation(gate_up: torch.Tensor, activation: str, clamp: GateClamp | None = None) -> torch.Tensor:
+    """gate_up [T, 2 * width], gate first -> activation(gate) * up, [T, width]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    activated = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
-    return activated.mul_(up)
+    if clamp is None:
+        return activated(gate, activation).mul_(up)
+    if not clamp.after_activation:
+        gate = gate.clamp(max=clamp.limit)
+    gate = gate * torch.sigmoid(gate * clamp.slope) if activation == "silu" else activated(gate, activation)
+    if clamp.after_activation:
+        gate = gate.clamp(max=clamp.limit)
+    return gate * (up.clamp(-clamp.limit, clamp.limit) + clamp.up_offset)
+
+
+def attention_gate(attended: torch.Tensor, gate: torch.Tensor, activation: str) -> torch.Tensor:
+    """attended [T, width] * activation(gate), gate [T, heads] or [T, width]. activation: "sigmoid" or "softplus",
+    computed in float32."""
+    opened = (gate.float().sigmoid() if activation == "sigmoid" else functional.softplus(gate.float())).to(gate.dtype)
+    heads = attended.unflatten(1, (gate.shape[1], -1))  # of one element where each has a gate of its own
+    return (heads * opened.unsqueeze(-1)).flatten(1)

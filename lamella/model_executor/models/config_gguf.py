@@ -7,13 +7,16 @@ Keys are those of the gguf package's constants; what an absent key means is what
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection
 from typing import Any
 
 from lamella.errors import InvariantError, ModelLoadError
 from lamella.model_executor.models import config_ranges as ranges
+from lamella.model_executor.models.config import LongRopeScaling, PairDivisors, RotaryConfig, YarnScaling
 from lamella.model_executor.models.typed_fields import TypedFields, shown
 from lamella.model_executor.weights.gguf_header import GgufHeader, SkippedStrings, read_gguf_header
+from lamella.model_executor.weights.gguf_tensors import GgufTensorData
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +24,12 @@ ARCHITECTURE_KEY = "general.architecture"
 TOKENS_KEY = "tokenizer.ggml.tokens"
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _TURN_END = "<end_of_turn>"
+# Divisors of rotary frequencies, as tensors; they are part of the configuration.
+_DIVISORS, _SHORT_DIVISORS, _LONG_DIVISORS = (
+    "rope_freqs.weight",
+    "rope_factors_short.weight",
+    "rope_factors_long.weight",
+)
 _HALF, _BFLOAT = 1, 30  # ggml's numbers of storage formats; 0 is float32
 
 _INTEGERS = {
@@ -36,13 +45,30 @@ _INTEGERS = {
     "attention.sliding_window": ranges.POSITIONS,
     "attention.sliding_window_pattern": ranges.LAYERS,
     "rope.dimension_count": ranges.HEAD_DIM,
+    "expert_count": ranges.EXPERTS,
+    "expert_used_count": ranges.EXPERTS,
+    "expert_feed_forward_length": ranges.WIDTH,
+    "expert_shared_feed_forward_length": ranges.WIDTH,
+    "rope.scaling.original_context_length": ranges.POSITIONS,
 }
 _NUMBERS = {
+    "expert_count": ranges.NumberRange(0, ranges.EXPERTS.high),
     "attention.layer_norm_rms_epsilon": ranges.NORM_EPSILON,
     "rope.freq_base": ranges.ROPE_THETA,
     "rope.freq_base_swa": ranges.ROPE_THETA,
     "rope.scaling.factor": ranges.ROPE_FACTOR,
     "rope.scale_linear": ranges.ROPE_FACTOR,
+    "rope.scaling.attn_factor": ranges.MULTIPLIER,
+    "rope.scaling.yarn_log_multiplier": ranges.MULTIPLIER,
+    "rope.scaling.yarn_beta_fast": ranges.ROPE_FACTOR,
+    "rope.scaling.yarn_beta_slow": ranges.ROPE_FACTOR,
+    "attention.layer_norm_epsilon": ranges.NORM_EPSILON,
+    "attention.scale": ranges.MULTIPLIER,
+    "attention.temperature_scale": ranges.MULTIPLIER,
+    "embedding_scale": ranges.MULTIPLIER,
+    "residual_scale": ranges.MULTIPLIER,
+    "logit_scale": ranges.MULTIPLIER,
+    "attn_logit_softcapping": ranges.SOFTCAP,
     "final_logit_softcapping": ranges.SOFTCAP,
 }
 # Keys that say where a model comes from, or that are meant for other programs. They change nothing that is computed.
@@ -131,6 +157,58 @@ class ConfigGguf:
         key = "rope.scaling.factor" if "rope.scaling.factor" in self._own else "rope.scale_linear"
         factor = self.number_or_off(key) or 1.0
         return factor if rope_type == "linear" else 1.0
+
+    def rotary(self, dim: int, default_theta: float) -> RotaryConfig:
+        """The embedding of all layers, of the first `dim` elements of a head.
+
+        Besides linear scaling the format has divisors of each pair as a tensor (`rope_freqs`, Llama 3's scaling worked
+        out), two of them for short and long texts (LongRoPE), and YaRN.
+        """
+        theta = self.number("rope.freq_base", default_theta)
+        kind = self._own.string("rope.scaling.type", "linear")
+        if _LONG_DIVISORS in self._header.tensors:
+            return self._longrope(dim, theta)
+        if _DIVISORS in self._header.tensors:
+            factor = self.rope_factor()
+            return RotaryConfig(dim, theta, factor, PairDivisors(self._pair_divisors(_DIVISORS, dim)))
+        if kind == "yarn":
+            return self._yarn(dim, theta)
+        return RotaryConfig(dim, theta, self.rope_factor())
+
+    def _longrope(self, dim: int, theta: float) -> RotaryConfig:
+        self._read.add("rope.scaling.type")
+        original = self.integer("rope.scaling.original_context_length")
+        magnitude = self.number("rope.scaling.attn_factor", 1.0)
+        short, long = (self._pair_divisors(name, dim) for name in (_SHORT_DIVISORS, _LONG_DIVISORS))
+        return RotaryConfig(dim, theta, scaling=LongRopeScaling(short, long, original), magnitude=magnitude)
+
+    def _yarn(self, dim: int, theta: float) -> RotaryConfig:
+        """llama.cpp multiplies cos and sin by attn_factor * (1 + 0.1 ln factor) unless the file has a multiplier of
+        the logarithm, which takes the place of mscale_all_dim (modeling_rope_utils.py) with mscale 1."""
+        self._read.update(("rope.scaling.type", "rope.scaling.finetuned"))
+        factor = self.number("rope.scaling.factor")
+        magnitude = (1.0 + 0.1 * math.log(max(factor, 1.0))) * self.number("rope.scaling.attn_factor", 1.0)
+        multiplier = self.number_or_off("rope.scaling.yarn_log_multiplier")
+        if multiplier is not None:
+            magnitude /= 1.0 + 0.1 * multiplier * math.log(max(factor, 1.0))
+        scaling = YarnScaling(
+            factor,
+            self.integer("rope.scaling.original_context_length"),
+            self.number("rope.scaling.yarn_beta_fast", 32.0),
+            self.number("rope.scaling.yarn_beta_slow", 1.0),
+        )
+        return RotaryConfig(dim, theta, scaling=scaling, magnitude=magnitude)
+
+    def _pair_divisors(self, name: str, dim: int) -> tuple[float, ...]:
+        tensor = self._header.tensors.get(name)
+        if tensor is None or tensor.shape != (dim // 2,):
+            raise ModelLoadError(f"{self.place}: {name} must have {dim // 2} numbers, one for each pair that turns")
+        divisors = GgufTensorData(self._header).read_rows(name, 0, dim // 2).float()
+        if not bool((divisors > 0).all()):
+            raise ModelLoadError(
+                f"{self.place}: {name} has numbers that are not above 0; frequencies are divided by them"
+            )
+        return tuple(divisors.tolist())
 
     def sliding_pattern(self, num_layers: int, default_period: int) -> tuple[bool, ...]:
         """Whether each layer slides: one truth value per layer, or every n-th is full."""

@@ -56,7 +56,7 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
             architecture="gemma3",
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            rms_norm_eps=text.number("rms_norm_eps", 1e-6),
+            norm_eps=text.number("rms_norm_eps", 1e-6),
             max_position_embeddings=text.integer("max_position_embeddings", 131072),
             layers=_layers(text, shape),
             # transformers reads this from the whole config only, even where the text part says something else.
@@ -119,7 +119,7 @@ class _Shape:
             v_dim=self.head_dim,
             scale=self.query_scale,
             rotary=RotaryConfig(self.head_dim, rope_theta, rope_divisor),
-            has_head_norms=True,
+            qk_norm="heads",
         )
         return LayerConfig(attention, MLPConfig(self.mlp_width, "gelu_tanh"), _NORMS)
 
@@ -183,7 +183,7 @@ def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> Model
             architecture="gemma3",
             vocab_size=config.vocab_size(),
             hidden_size=hidden_size,
-            rms_norm_eps=config.number("attention.layer_norm_rms_epsilon"),
+            norm_eps=config.number("attention.layer_norm_rms_epsilon"),
             max_position_embeddings=config.integer("context_length"),
             layers=_gguf_layers(config, num_layers, shape),
             tie_word_embeddings="output.weight" not in tensor_names,
@@ -233,6 +233,7 @@ GEMMA3 = Family(
         prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
         other_parts={"vision_tower.": "the vision tower", "multi_modal_projector.": "the multimodal projector"},
         safetensors_norm_offset=1.0,  # the model multiplies by 1 + w
+        gguf_divisors=False,
         gguf_norm_offset=0.0,  # its converter has added the 1 already
     ),
 )

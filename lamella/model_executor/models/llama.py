@@ -7,8 +7,11 @@ from collections.abc import Collection
 from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.models.config_gguf import ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson
+from lamella.model_executor.models.experts_gguf import experts_from_gguf, has_experts
+from lamella.model_executor.models.experts_json import with_experts
 from lamella.model_executor.models.family import Family
-from lamella.model_executor.models.llama_shape import model_from_gguf, model_from_json, shape_from_json
+from lamella.model_executor.models.llama_shape import model_from_gguf, model_from_json, shape_from_gguf, shape_from_json
+from lamella.model_executor.models.mlp_config import RouterConfig
 from lamella.model_executor.models.weight_map import WeightMap
 
 # What transformers 5.24's LlamaConfig fills in.
@@ -25,24 +28,20 @@ _DEFAULTS = {
 
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
-    """Raises ModelLoadError for a variant that is not built, as for scaled rotary embeddings other than linear ones."""
-    has_bias = text.boolean("attention_bias", False)
-    shape = shape_from_json(
-        text, _DEFAULTS, qkv_bias=has_bias, output_bias=has_bias, mlp_bias=text.boolean("mlp_bias", False)
-    )
+    """Raises ModelLoadError for a variant that is not built."""
+    shape = shape_from_json(text, _DEFAULTS, attention_bias=True, mlp_bias=text.boolean("mlp_bias", False))
     layers = (shape.layer(),) * shape.num_layers
     return model_from_json(text, _DEFAULTS, end_token_ids, "llama", shape, layers)
 
 
 def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:
     """Raises ModelLoadError: metadata that is missing or unusable, or a variant that is not built."""
-    return model_from_gguf(
-        config,
-        "llama",
-        qkv_bias="blk.0.attn_q.bias" in tensor_names,
-        output_bias="blk.0.attn_output.bias" in tensor_names,
-        has_head="output.weight" in tensor_names,
-    )
+    shape = shape_from_gguf(config, tensor_names)
+    layers = (shape.layer(),) * shape.num_layers
+    if has_experts(config):  # Mixtral's files say "llama"
+        router = RouterConfig(scoring="softmax", top_k=1, is_renormalised=True)
+        layers = with_experts(layers, experts_from_gguf(config, router), lambda layer: True)
+    return model_from_gguf(config, "llama", shape, layers, tensor_names)
 
 
 LLAMA = Family(

@@ -1,29 +1,38 @@
-"""What configs of Llama's shape have in common: pre-norm layers that differ in nothing but their windows, and one
-rotary embedding."""
+"""What configs of Llama's shape have in common: sizes of heads, norms before both parts or wherever a family has them,
+one rotary embedding, and layers that differ in little else."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lamella.model_executor.models.config import (
     AttentionConfig,
     LayerConfig,
     MLPConfig,
     ModelConfig,
+    NormPlaces,
     RotaryConfig,
 )
 from lamella.model_executor.models.config_gguf import ConfigGguf
-from lamella.model_executor.models.config_json import ConfigJson, read_rope
+from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.family import checked
-from lamella.model_executor.models.typed_fields import TypedFields
+from lamella.model_executor.models.rope_json import flat_rotary
 
+KINDS = ("full_attention", "sliding_attention")
 _ROPE_THETA = 10_000.0
+# transformers' names -> ours. gelu_new is the same formula as gelu_pytorch_tanh.
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+_PRE_NORMS = NormPlaces()
+
+Defaults = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape:
-    """qkv_bias, output_bias, mlp_bias: which projections have one."""
+    """qkv_bias, output_bias, mlp_bias: which projections have one. qk_norm, softcap: see AttentionConfig."""
 
     num_layers: int
     hidden_size: int
@@ -32,144 +41,233 @@ class LlamaShape:
     head_dim: int
     mlp_width: int
     rotary: RotaryConfig
+    activation: str = "silu"
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: str | None = None
+    scale: float | None = None  # None: the root of 1 / head_dim
+    softcap: float | None = None
+    norms: NormPlaces = _PRE_NORMS
+    is_parallel: bool = False
+    has_gated_mlp: bool = True
 
-    def layer(self, window_tokens: int | None = None) -> LayerConfig:
-        """A layer with a sliding window of so many keys, the query's own included; None: full attention."""
-        attention = AttentionConfig(
-            kind="full_attention" if window_tokens is None else "sliding_attention",
-            window_tokens=window_tokens,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            k_dim=self.head_dim,
-            v_dim=self.head_dim,
-            scale=self.head_dim**-0.5,
-            rotary=self.rotary,
-            has_qkv_bias=self.qkv_bias,
-            has_output_bias=self.output_bias,
+    def with_scale(self, scale: float) -> LlamaShape:
+        return replace(self, scale=scale)
+
+    def layer(self, window_tokens: int | None = None, **attention: Any) -> LayerConfig:
+        """A layer with a sliding window of so many keys, the query's own included; None: full attention. attention:
+        fields of its AttentionConfig that differ."""
+        config = AttentionConfig(
+            **{
+                "kind": KINDS[window_tokens is not None],
+                "window_tokens": window_tokens,
+                "num_heads": self.num_heads,
+                "num_kv_heads": self.num_kv_heads,
+                "k_dim": self.head_dim,
+                "v_dim": self.head_dim,
+                "scale": self.head_dim**-0.5 if self.scale is None else self.scale,
+                "rotary": self.rotary,
+                "softcap": self.softcap,
+                "qk_norm": self.qk_norm,
+                "has_qkv_bias": self.qkv_bias,
+                "has_output_bias": self.output_bias,
+                **attention,
+            }
         )
-        return LayerConfig(attention, MLPConfig(self.mlp_width, "silu", has_bias=self.mlp_bias))
+        mlp = MLPConfig(self.mlp_width, self.activation, has_bias=self.mlp_bias, is_gated=self.has_gated_mlp)
+        return LayerConfig(config, mlp, self.norms, self.is_parallel)
 
 
 def shape_from_json(
-    config: ConfigJson, defaults: Mapping[str, int], *, qkv_bias: bool, output_bias: bool, mlp_bias: bool
+    config: ConfigJson,
+    defaults: Defaults,
+    *,
+    rotary: RotaryConfig | None = None,
+    activation_key: str = "hidden_act",
+    attention_bias: bool = False,
+    **fields: Any,
 ) -> LlamaShape:
-    """defaults: what transformers fills in where a field is left out; KV heads that are null are as many as heads."""
-    if config.string("hidden_act", "silu") != "silu":
-        raise config.refuse("hidden_act", "it is not built; layers of this shape use silu")
-    hidden_size, num_heads = _with(config, defaults, "hidden_size"), _with(config, defaults, "num_attention_heads")
-    head_dim = config.optional_integer("head_dim")
-    if head_dim is None:
-        if hidden_size % num_heads:
-            raise config.refuse("hidden_size", f"must be a multiple of num_attention_heads, which is {num_heads}")
-        head_dim = hidden_size // num_heads
+    """defaults: what transformers fills in where a field is left out; KV heads that are null are as many as heads.
+
+    rotary: where the family reads it itself. attention_bias: whether the config may ask for biases of all four of
+    attention's projections. fields: of LlamaShape, as the family has them.
+    """
+    hidden_size, num_heads = with_default(config, defaults, "hidden_size"), heads(config, defaults)
+    head_dim = head_size(config, defaults)
     num_kv_heads = config.optional_integer("num_key_value_heads")
     if num_kv_heads is None:
         num_kv_heads = num_heads if "num_key_value_heads" in config else defaults.get("num_key_value_heads", num_heads)
+    if attention_bias:
+        has_bias = config.boolean("attention_bias", defaults.get("attention_bias", False))
+        fields = {"qkv_bias": has_bias, "output_bias": has_bias, **fields}
+    if rotary is None:
+        rotary = flat_rotary(
+            config,
+            head_dim,
+            max_positions=with_default(config, defaults, "max_position_embeddings"),
+            theta=defaults.get("rope_theta", _ROPE_THETA),
+        )
     return LlamaShape(
-        num_layers=_with(config, defaults, "num_hidden_layers"),
+        num_layers=with_default(config, defaults, "num_hidden_layers"),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        mlp_width=_with(config, defaults, "intermediate_size"),
-        rotary=_rotary(config, head_dim),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
+        mlp_width=with_default(config, defaults, "intermediate_size"),
+        activation=activation(config, activation_key, defaults.get(activation_key, "silu")),
+        rotary=rotary,
+        **fields,
     )
+
+
+def with_default(config: ConfigJson, defaults: Defaults, key: str) -> int:
+    return config.integer(key, defaults[key])
+
+
+def heads(config: ConfigJson, defaults: Defaults) -> int:
+    return with_default(config, defaults, "num_attention_heads")
+
+
+def head_size(config: ConfigJson, defaults: Defaults) -> int:
+    """head_dim, or what the heads share evenly of hidden_size."""
+    if "head_dim" not in config and "head_dim" in defaults:
+        return int(defaults["head_dim"])
+    head_dim = config.optional_integer("head_dim")
+    if head_dim is not None:
+        return head_dim
+    hidden_size, num_heads = with_default(config, defaults, "hidden_size"), heads(config, defaults)
+    if hidden_size % num_heads:
+        raise config.refuse("hidden_size", f"must be a multiple of num_attention_heads, which is {num_heads}")
+    return hidden_size // num_heads
+
+
+def activation(config: ConfigJson, key: str, default: str) -> str:
+    name = config.string(key, default)
+    if name not in _ACTIVATIONS:
+        raise config.refuse(key, f"it is not built; known: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def layer_kinds(config: ConfigJson, num_layers: int, is_full: Callable[[int], bool]) -> tuple[str, ...]:
+    """`layer_types`, or where that is left out full attention for the layers that `is_full` names."""
+    kinds = config.layer_types(num_layers, KINDS)
+    return kinds or tuple(KINDS[not is_full(layer)] for layer in range(num_layers))
+
+
+def window_of_sliding(config: ConfigJson, kinds: tuple[str, ...], default: int | None) -> int | None:
+    """`sliding_window`: how many keys a sliding layer sees, the query's own included, as transformers masks
+    0 <= q - k < sliding_window. Raises ModelLoadError where there are such layers and it is null."""
+    window = config.optional_integer("sliding_window") if "sliding_window" in config else default
+    if window is None and "sliding_attention" in kinds:
+        raise config.refuse("sliding_window", "there are sliding layers, so it must be a number of keys")
+    return window
 
 
 def model_from_json(
     config: ConfigJson,
-    defaults: Mapping[str, int],
+    defaults: Defaults,
     end_token_ids: tuple[int, ...] | None,
     architecture: str,
     shape: LlamaShape,
     layers: tuple[LayerConfig, ...],
+    *,
+    whole: ConfigJson | None = None,
+    eps_key: str = "rms_norm_eps",
+    **fields: Any,
 ) -> ModelConfig:
-    """defaults: what transformers fills in, bos_token_id and eos_token_id included where it has them."""
+    """defaults: what transformers fills in, bos_token_id and eos_token_id included where it has them; those outside of
+    the vocabulary are none. whole: the file, where `config` is a part of it; transformers reads `tie_word_embeddings`
+    from there alone. eps_key: the norms' epsilon. fields: of ModelConfig, as the family has them."""
+    vocab_size = with_default(config, defaults, "vocab_size")
     bos_token_id = config.optional_integer("bos_token_id")
-    if "bos_token_id" not in config:
-        bos_token_id = defaults.get("bos_token_id")
-    if end_token_ids is None:
-        if "eos_token_id" in config:
-            end_token_ids = config.token_ids("eos_token_id")
-        else:
-            end_token_ids = (defaults["eos_token_id"],) if "eos_token_id" in defaults else ()
+    if "bos_token_id" not in config and defaults.get("bos_token_id", vocab_size) < vocab_size:
+        bos_token_id = defaults["bos_token_id"]
+    if end_token_ids is None and "eos_token_id" in config:
+        end_token_ids = config.token_ids("eos_token_id")
+    elif end_token_ids is None:
+        end_token_ids = tuple(token_id for token_id in end_tokens(defaults) if token_id < vocab_size)
+    is_tied = (whole or config).boolean("tie_word_embeddings", defaults.get("tie_word_embeddings", False))
     return checked(
         ModelConfig(
-            architecture=architecture,
-            vocab_size=_with(config, defaults, "vocab_size"),
-            hidden_size=shape.hidden_size,
-            layers=layers,
-            rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-            max_position_embeddings=_with(config, defaults, "max_position_embeddings"),
-            tie_word_embeddings=config.boolean("tie_word_embeddings", False),
-            bos_token_id=bos_token_id,
-            eos_token_ids=end_token_ids,
-            dtype=config.dtype() or "float32",
+            **{
+                "architecture": architecture,
+                "vocab_size": vocab_size,
+                "hidden_size": shape.hidden_size,
+                "layers": layers,
+                "norm_eps": config.number(eps_key, defaults.get(eps_key, 1e-6)),
+                "max_position_embeddings": with_default(config, defaults, "max_position_embeddings"),
+                "tie_word_embeddings": is_tied,
+                "bos_token_id": bos_token_id,
+                "eos_token_ids": end_token_ids,
+                "dtype": config.dtype() or (whole.dtype() if whole else None) or "float32",
+                **fields,
+            }
         ),
         config.fields.place,
     )
 
 
-def _with(config: ConfigJson, defaults: Mapping[str, int], key: str) -> int:
-    return config.integer(key, defaults[key])
+def end_tokens(defaults: Defaults) -> tuple[int, ...]:
+    default = defaults.get("eos_token_id", ())
+    return default if isinstance(default, tuple) else (default,)
 
 
-def _rotary(config: ConfigJson, head_dim: int) -> RotaryConfig:
-    """The old key `rope_scaling` wins over `rope_parameters`, and a theta beside them fills in theirs, as in
-    transformers (`convert_rope_params_to_dict`)."""
-    key = "rope_scaling" if list(config.fields.optional_object("rope_scaling")) else "rope_parameters"
-    parameters = config.fields.optional_object(key)
-    if parameters.has_value("type") and not parameters.has_value("rope_type"):
-        old_name = TypedFields({"rope_type": parameters.string("type"), "type": None}, parameters.place)
-        parameters = parameters.overlaid(old_name)
-    rope = read_rope(ConfigJson(parameters))
-    if config.fields.has_value("partial_rotary_factor") and config.fields.number("partial_rotary_factor") != 1.0:
-        raise config.refuse("partial_rotary_factor", "layers of this shape are built with whole heads rotated")
-    theta = config.number("rope_theta", _ROPE_THETA)
-    return RotaryConfig(head_dim, rope.theta or theta, rope.factor)
-
-
-def model_from_gguf(
-    config: ConfigGguf, architecture: str, *, qkv_bias: bool, output_bias: bool, has_head: bool
-) -> ModelConfig:
-    """has_head: whether the file holds an output matrix of its own."""
+def shape_from_gguf(
+    config: ConfigGguf, tensor_names: Collection[str], *, has_partial: bool = False, **fields: Any
+) -> LlamaShape:
+    """Which projections have biases is told by the tensors. has_partial: whether the family turns a part of its heads.
+    fields: of LlamaShape, as the family has them."""
     hidden_size, num_heads = config.integer("embedding_length"), config.integer("attention.head_count")
     if hidden_size % num_heads and not config.has("attention.key_length"):
         raise config.refuse("embedding_length", f"{num_heads} attention heads cannot share it; give key_length")
     head_dim = config.integer("attention.key_length", hidden_size // num_heads)
     if config.integer("attention.value_length", head_dim) != head_dim:
         raise config.refuse("attention.value_length", f"it is built with heads of one length: {head_dim}")
-    if config.integer("rope.dimension_count", head_dim) != head_dim:
+    rotary_dim = config.integer("rope.dimension_count", head_dim)
+    if rotary_dim != head_dim and not (has_partial and rotary_dim < head_dim):
         raise config.refuse("rope.dimension_count", f"it is built with whole heads rotated: {head_dim}")
-    shape = LlamaShape(
+    return LlamaShape(
         num_layers=config.integer("block_count"),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=config.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         mlp_width=config.integer("feed_forward_length"),
-        rotary=RotaryConfig(head_dim, config.number("rope.freq_base", _ROPE_THETA), config.rope_factor()),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
+        rotary=config.rotary(rotary_dim, _ROPE_THETA),
+        qkv_bias="blk.0.attn_q.bias" in tensor_names or "blk.0.attn_qkv.bias" in tensor_names,
+        output_bias="blk.0.attn_output.bias" in tensor_names,
+        mlp_bias="blk.0.ffn_down.bias" in tensor_names,
+        **fields,
     )
+
+
+def model_from_gguf(
+    config: ConfigGguf,
+    architecture: str,
+    shape: LlamaShape,
+    layers: tuple[LayerConfig, ...],
+    tensor_names: Collection[str],
+    *,
+    eps_key: str = "attention.layer_norm_rms_epsilon",
+    **fields: Any,
+) -> ModelConfig:
+    """fields: of ModelConfig, as the family has them."""
     return checked(
         ModelConfig(
-            architecture=architecture,
-            vocab_size=config.vocab_size(),
-            hidden_size=hidden_size,
-            layers=(shape.layer(),) * shape.num_layers,
-            rms_norm_eps=config.number("attention.layer_norm_rms_epsilon"),
-            max_position_embeddings=config.integer("context_length"),
-            tie_word_embeddings=not has_head,
-            bos_token_id=config.bos_token_id(),
-            eos_token_ids=config.end_token_ids(),
-            dtype=config.dtype(),
+            **{
+                "architecture": architecture,
+                "vocab_size": config.vocab_size(),
+                "hidden_size": shape.hidden_size,
+                "layers": layers,
+                "norm_eps": config.number(eps_key),
+                "max_position_embeddings": config.integer("context_length"),
+                "tie_word_embeddings": "output.weight" not in tensor_names,
+                "bos_token_id": config.bos_token_id(),
+                "eos_token_ids": config.end_token_ids(),
+                "dtype": config.dtype(),
+                **fields,
+            }
         ),
         config.place,
     )

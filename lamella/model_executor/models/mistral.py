@@ -22,20 +22,27 @@ _DEFAULTS = {
     "eos_token_id": 2,
 }
 _WINDOW = 4096
+# Vision models around a text model of this family or of Ministral 3, and how they name its tensors.
+MISTRAL3_WRAPPER = ("Mistral3ForConditionalGeneration", "mistral3")
+MISTRAL_WEIGHTS = WeightMap(
+    prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
+    other_parts={"vision_tower.": "the vision tower", "multi_modal_projector.": "the multimodal projector"},
+)
 
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
     """A window that is null is none; one that is left out is 4,096, as transformers has it."""
-    shape = shape_from_json(text, _DEFAULTS, qkv_bias=False, output_bias=False, mlp_bias=False)
+    shape = shape_from_json(text, _DEFAULTS)
     # transformers masks 0 <= q - k < sliding_window: the query itself is counted already.
     window = text.optional_integer("sliding_window") if "sliding_window" in text else _WINDOW
     layers = (shape.layer(window),) * shape.num_layers
-    return model_from_json(text, _DEFAULTS, end_token_ids, "mistral", shape, layers)
+    return model_from_json(text, _DEFAULTS, end_token_ids, "mistral", shape, layers, whole=config)
 
 
 MISTRAL = Family(
     name="mistral",
     architectures=("MistralForCausalLM", "MistralModel", "mistral"),
+    multimodal_architectures=MISTRAL3_WRAPPER,
     config_from_json=config_from_json,
-    weights=WeightMap(),
+    weights=MISTRAL_WEIGHTS,
 )

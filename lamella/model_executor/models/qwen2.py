@@ -9,7 +9,7 @@ from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.models.config_gguf import ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.family import Family
-from lamella.model_executor.models.llama_shape import model_from_gguf, model_from_json, shape_from_json
+from lamella.model_executor.models.llama_shape import model_from_gguf, model_from_json, shape_from_gguf, shape_from_json
 from lamella.model_executor.models.weight_map import WeightMap
 
 # What transformers 5.24's Qwen2Config fills in.
@@ -27,12 +27,17 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
-    shape = shape_from_json(text, _DEFAULTS, qkv_bias=True, output_bias=False, mlp_bias=False)
-    kinds, window = _kinds(text, shape.num_layers), _window(text)
+    shape = shape_from_json(text, _DEFAULTS, qkv_bias=True)
+    layers = tuple(shape.layer(window) for window in windows(text, shape.num_layers))
+    return model_from_json(text, _DEFAULTS, end_token_ids, "qwen2", shape, layers)
+
+
+def windows(text: ConfigJson, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's window; None: it has none."""
+    kinds, window = _kinds(text, num_layers), _window(text)
     if "sliding_attention" in kinds and window is None:
         raise text.refuse("layer_types", "there are sliding layers, but use_sliding_window is off; switch it on")
-    layers = tuple(shape.layer(window if kind == "sliding_attention" else None) for kind in kinds)
-    return model_from_json(text, _DEFAULTS, end_token_ids, "qwen2", shape, layers)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _window(text: ConfigJson) -> int | None:
@@ -53,7 +58,8 @@ def _kinds(text: ConfigJson, num_layers: int) -> tuple[str, ...]:
 def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:
     """The format states no windows for this architecture. Raises ModelLoadError: metadata that is missing or unusable,
     or a variant that is not built."""
-    return model_from_gguf(config, "qwen2", qkv_bias=True, output_bias=False, has_head="output.weight" in tensor_names)
+    shape = shape_from_gguf(config, tensor_names)
+    return model_from_gguf(config, "qwen2", shape, (shape.layer(),) * shape.num_layers, tensor_names)
 
 
 QWEN2 = Family(

@@ -3,19 +3,71 @@
 from __future__ import annotations
 
 from lamella.errors import ModelLoadError
+from lamella.model_executor.models.afmoe import AFMOE
+from lamella.model_executor.models.cohere2 import COHERE2
 from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.models.config_gguf import ARCHITECTURE_KEY, ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson
+from lamella.model_executor.models.cwm import CWM
+from lamella.model_executor.models.exaone4 import EXAONE4
 from lamella.model_executor.models.family import Family
+from lamella.model_executor.models.gemma2 import GEMMA2, VAULTGEMMA
 from lamella.model_executor.models.gemma3 import GEMMA3
+from lamella.model_executor.models.gemma4 import GEMMA4
+from lamella.model_executor.models.gpt_oss import GPT_OSS
+from lamella.model_executor.models.granite import GRANITE, GRANITE_SWA
+from lamella.model_executor.models.laguna import LAGUNA
 from lamella.model_executor.models.llama import LLAMA
+from lamella.model_executor.models.llama4 import LLAMA4
+from lamella.model_executor.models.mimo_v2 import MIMO_V2_FLASH
+from lamella.model_executor.models.ministral import MINISTRAL, MINISTRAL3
 from lamella.model_executor.models.mistral import MISTRAL
+from lamella.model_executor.models.mixtral import MIXTRAL
+from lamella.model_executor.models.olmo3 import OLMO2, OLMO3
+from lamella.model_executor.models.phi3 import PHI3
+from lamella.model_executor.models.phimoe import PHIMOE
 from lamella.model_executor.models.qwen2 import QWEN2
+from lamella.model_executor.models.qwen3 import QWEN3
+from lamella.model_executor.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from lamella.model_executor.models.smollm3 import SMOLLM3
+from lamella.model_executor.models.starcoder2 import STARCODER2
+from lamella.model_executor.models.step3p5 import STEP3P5
 from lamella.model_executor.models.typed_fields import TypedFields, shown
 from lamella.model_executor.models.weight_map import WeightMap
 from lamella.model_executor.weights.gguf_header import GgufHeader
 
-FAMILIES: tuple[Family, ...] = (GEMMA3, LLAMA, MISTRAL, QWEN2)
+FAMILIES: tuple[Family, ...] = (
+    GEMMA3,
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    COHERE2,
+    CWM,
+    EXAONE4,
+    GEMMA2,
+    GEMMA4,
+    GRANITE,
+    GRANITE_SWA,
+    MINISTRAL,
+    MINISTRAL3,
+    OLMO2,
+    OLMO3,
+    PHI3,
+    QWEN3,
+    SMOLLM3,
+    STARCODER2,
+    VAULTGEMMA,
+    GPT_OSS,
+    LLAMA4,
+    MIMO_V2_FLASH,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    AFMOE,
+    LAGUNA,
+    PHIMOE,
+    STEP3P5,
+)
 
 
 def known_architectures() -> str:
@@ -30,6 +82,18 @@ def weight_map(config: ModelConfig) -> WeightMap:
     return next(family.weights for family in FAMILIES if family.name == config.architecture)
 
 
+def is_known(fields: TypedFields) -> bool:
+    """Whether a family is there for what config.json calls its model."""
+    known = {name for family in FAMILIES for name in (*family.architectures, *family.multimodal_architectures)}
+    return any(name in known for name in ConfigJson(fields).names())
+
+
+def is_known_gguf(header: GgufHeader) -> bool:
+    """Whether a family is there for a GGUF file's architecture."""
+    name = header.fields().string(ARCHITECTURE_KEY)
+    return any(family.gguf_architecture == name and family.config_from_gguf is not None for family in FAMILIES)
+
+
 def parse_config(fields: TypedFields, end_token_ids: tuple[int, ...] | None = None) -> ModelConfig:
     """The ModelConfig of a config.json, read as transformers reads it. end_token_ids: generation_config.json's, which
     win; None where it has none.
@@ -42,15 +106,32 @@ def parse_config(fields: TypedFields, end_token_ids: tuple[int, ...] | None = No
         for family in FAMILIES:
             if name in family.architectures:
                 return family.config_from_json(config, config, end_token_ids)
-            if name in family.multimodal_architectures:
-                if not fields.has_value("text_config"):
-                    raise ModelLoadError(
-                        f"{fields.place} is for {name} but has no text_config, which describes the text model"
-                    )
-                return family.config_from_json(config, config.object("text_config"), end_token_ids)
+        wrapped = [family for family in FAMILIES if name in family.multimodal_architectures]
+        if wrapped:
+            if not fields.has_value("text_config"):
+                raise ModelLoadError(
+                    f"{fields.place} is for {name} but has no text_config, which describes the text model"
+                )
+            text = config.object("text_config")
+            return _of_text(wrapped, text).config_from_json(config, text, end_token_ids)
     raise ModelLoadError(
         f"{fields.place}: architecture {names[0] if names else '(none named)'} is not known; "
         f"known: {known_architectures()}"
+    )
+
+
+def _of_text(families: list[Family], text: ConfigJson) -> Family:
+    """The one that the text model's own names belong to, where several are found in the same wrapper."""
+    if len(families) == 1:
+        return families[0]
+    names = text.names()
+    for family in families:
+        if any(name in family.architectures for name in names):
+            return family
+    known = ", ".join(family.name for family in families)
+    raise ModelLoadError(
+        f"{text.fields.place}: {text.fields.prefix}model_type says {', '.join(map(shown, names)) or 'nothing'}; text "
+        f"models of such files are {known}"
     )
 
 

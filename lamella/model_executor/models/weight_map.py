@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from lamella.model_executor.weights.stacked import ExpertStack
 
 # Of a layer, as most families have them: what files say -> what the model says, each without ".weight" or ".bias".
 SAFETENSORS_LAYER = {
@@ -28,7 +30,28 @@ GGUF_LAYER = {
     "ffn_down": "mlp.down_proj",
     "attn_norm": "input_norm",
     "ffn_norm": "mlp_norm",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_inp_shexp": "mlp.shared_gate",
+    "ffn_gate_shexp": "mlp.shared.gate_proj",
+    "ffn_up_shexp": "mlp.shared.up_proj",
+    "ffn_down_shexp": "mlp.shared.down_proj",
 }
+EXPERT_LAYER = {each: each for each in ("gate_proj", "up_proj", "down_proj")}
+# As transformers' own modules have them, which can be saved as they are.
+SAFETENSORS_STACKS = {
+    "mlp.experts.gate_up_proj": ExpertStack(("gate_proj", "up_proj")),
+    "mlp.experts.down_proj": ExpertStack(("down_proj",)),
+}
+_GGUF_STACKED = {"ffn_gate_exps": ("gate_proj",), "ffn_up_exps": ("up_proj",), "ffn_down_exps": ("down_proj",)}
+GGUF_STACKS = {
+    f"{name}.{ending}": ExpertStack(parts, ending=ending)
+    for name, parts in _GGUF_STACKED.items()
+    for ending in ("weight", "bias")
+}
+# Norms of Q and K, of the layers that have them.
+HEAD_NORMS = {name: name for name in ("self_attn.q_norm", "self_attn.k_norm")}
+GGUF_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+GGUF_DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _GGUF_MODEL = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 # Tables that the configuration gives; transformers has not stored them for years, and does not read them either.
 _ROTARY_BUFFER = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\w*\.\w*inv_freq")
@@ -40,31 +63,67 @@ class WeightMap:
     other_parts: prefixes of tensors in multimodal checkpoints that a text model does not need, below an optional
     "model." -> what they belong to.
     *_norm_offset: what turns a stored norm weight into the multiplier that the model applies.
-    gguf_pairs: whether GGUF files hold the rows of Q and K in pairs of a head's two halves (row 2i + s is row i of half
-    s), as llama.cpp's converter leaves them for architectures whose rotary embedding it turns in pairs.
+    *_pairs: whether files hold the rows of Q and K in pairs of a head's two halves (row 2i + s is row i of half s). So
+    does whatever turns neighbours against each other: some models everywhere, and llama.cpp's converter makes it so for
+    some whose own files have halves.
+    gguf_divisors: whether the configuration takes divisors of rotary frequencies from tensors of the file.
+    *_layer: of a tensor without ".weight" or ".bias", the whole name that the model gives it.
+    *_stacks: of a layer's tensor that holds all of its experts, what it is called -> how it holds them. expert_layer:
+    of an expert with tensors of its own, what these are called -> what the model calls them; experts_name: what stands
+    before the expert's number.
     """
 
     safetensors_layer: Mapping[str, str] = field(default_factory=lambda: SAFETENSORS_LAYER)
     gguf_layer: Mapping[str, str] = field(default_factory=lambda: GGUF_LAYER)
     prefixes: tuple[str, ...] = ("model.",)
     other_parts: Mapping[str, str] = field(default_factory=dict)
+    safetensors_stacks: Mapping[str, ExpertStack] = field(default_factory=lambda: SAFETENSORS_STACKS)
+    gguf_stacks: Mapping[str, ExpertStack] = field(default_factory=lambda: GGUF_STACKS)
+    experts_name: str = "mlp.experts"
+    expert_layer: Mapping[str, str] = field(default_factory=lambda: EXPERT_LAYER)
     safetensors_norm_offset: float = 0.0
     gguf_norm_offset: float = 0.0
+    safetensors_pairs: bool = False
     gguf_pairs: bool = False
+    gguf_divisors: bool = True
 
     def from_safetensors(self, name: str) -> str:
         """A stored name -> the model's. A name that the family does not know comes back as it is, so that the error for
         a tensor without a place can name it."""
-        inner = next((name.removeprefix(prefix) for prefix in self.prefixes if name.startswith(prefix)), name)
+        inner = self._without_prefix(name)
         layer = re.fullmatch(r"(layers\.\d+\.)(.+)(\.\w+)", inner)
+        if layer and layer[2] + layer[3] in self.safetensors_layer:
+            return layer[1] + self.safetensors_layer[layer[2] + layer[3]]
         if layer and layer[2] in self.safetensors_layer:
             return layer[1] + self.safetensors_layer[layer[2]] + layer[3]
+        expert = re.fullmatch(re.escape(self.experts_name) + r"\.(\d+)\.(\w+)", layer[2]) if layer else None
+        if layer and expert and expert[2] in self.expert_layer:
+            return f"{layer[1]}mlp.experts.{expert[1]}.{self.expert_layer[expert[2]]}{layer[3]}"
         return inner
+
+    def safetensors_stack(self, name: str) -> tuple[str, ExpertStack] | None:
+        """(what the model calls the layer's experts, how they are held) of a stored tensor that holds them all."""
+        layer = re.fullmatch(r"(layers\.\d+\.)(.+)", self._without_prefix(name))
+        if layer and layer[2] in self.safetensors_stacks:
+            return f"{layer[1]}mlp.experts", self.safetensors_stacks[layer[2]]
+        return None
+
+    def gguf_stack(self, name: str) -> tuple[str, ExpertStack] | None:
+        """As `safetensors_stack`."""
+        layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+        if layer and layer[2] in self.gguf_stacks:
+            return f"layers.{layer[1]}.mlp.experts", self.gguf_stacks[layer[2]]
+        return None
+
+    def _without_prefix(self, name: str) -> str:
+        return next((name.removeprefix(prefix) for prefix in self.prefixes if name.startswith(prefix)), name)
 
     def from_gguf(self, name: str) -> str:
         """As `from_safetensors`."""
         stem, _, suffix = name.rpartition(".")
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if layer and f"{layer[2]}.{suffix}" in self.gguf_layer:
+            return f"layers.{layer[1]}.{self.gguf_layer[f'{layer[2]}.{suffix}']}"
         if layer and layer[2] in self.gguf_layer:
             return f"layers.{layer[1]}.{self.gguf_layer[layer[2]]}.{suffix}"
         return f"{_GGUF_MODEL[stem]}.{suffix}" if stem in _GGUF_MODEL else name
@@ -75,4 +134,11 @@ class WeightMap:
         for prefix, part in self.other_parts.items():
             if inner.startswith(prefix):
                 return part
+        if self.gguf_divisors and name in GGUF_DIVISORS:
+            return "rotary divisors, which the configuration has"
         return "rotary frequencies" if _ROTARY_BUFFER.fullmatch(self.from_safetensors(name)) else None
+
+
+def paired(weights: WeightMap) -> WeightMap:
+    """The same, of an architecture whose rows of Q and K llama.cpp's converter puts in pairs."""
+    return replace(weights, gguf_pairs=True)

@@ -25,9 +25,12 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 
 
-def weight_entry_path(cache_dir: Path, files: Sequence[Path], dtype: torch.dtype, form: WeightForm) -> Path:
-    """Where the converted weights of `files`, as they are now, lie or would lie."""
-    kind = f"weights-{str(dtype).removeprefix('torch.')}-{form.name}"
+def weight_entry_path(
+    cache_dir: Path, files: Sequence[Path], dtype: torch.dtype, form: WeightForm, reading: str = ""
+) -> Path:
+    """Where the converted weights of `files`, as they are now, lie or would lie. reading: what tells apart two ways to
+    read the same tensors."""
+    kind = f"weights-{str(dtype).removeprefix('torch.')}-{form.name}{reading and '-' + reading}"
     return entry_path(cache_dir, files, kind=kind, format_version=FORMAT_VERSION, suffix=".safetensors")
 
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from lamella.errors import ModelLoadError
+from lamella.model_executor.weights import mxfp4
 from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header
 from lamella.model_executor.weights.gguf_tensors import GgufTensorData, storage_problem
-from lamella.model_executor.weights.safetensors_files import DTYPES, read_safetensors_header
+from lamella.model_executor.weights.safetensors_files import DTYPES, SafetensorsEntry, read_safetensors_header
+from lamella.model_executor.weights.stacked import ExpertStack, StackView, expert_views, read_view
 
 _PIECE_ELEMENTS = 1 << 22
 
@@ -36,9 +38,12 @@ class WeightNames(Protocol):
     def gguf_norm_offset(self) -> float: ...
 
     @property
-    def gguf_pairs(self) -> bool:
-        """Whether GGUF files hold the rows of Q and K in pairs, see `row_pairs.unpaired`."""
+    def safetensors_pairs(self) -> bool:
+        """Whether files hold the rows of Q and K in pairs, see `row_pairs.unpaired`."""
         ...
+
+    @property
+    def gguf_pairs(self) -> bool: ...
 
     def from_safetensors(self, name: str) -> str:
         """A stored name -> the model's. A name that the family does not know comes back as it is, so that the error for
@@ -47,6 +52,12 @@ class WeightNames(Protocol):
 
     def from_gguf(self, name: str) -> str: ...
 
+    def safetensors_stack(self, name: str) -> tuple[str, ExpertStack] | None:
+        """Of a stored tensor that holds all experts of a layer: what the model calls these, and how it holds them."""
+        ...
+
+    def gguf_stack(self, name: str) -> tuple[str, ExpertStack] | None: ...
+
     def left_out(self, name: str) -> str | None:
         """What a stored tensor belongs to, if the model deliberately leaves it out; else None."""
         ...
@@ -54,11 +65,14 @@ class WeightNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """stored_name: as the file spells it; problem: why its values cannot be read, or None."""
+    """stored_name: as the file spells it; problem: why its values cannot be read, or None. view: where it is in the
+    stored tensor, if that holds all experts of a layer; scales_name: what file calls the scales of its MXFP4 blocks."""
 
     stored_name: str
     shape: tuple[int, ...]
     problem: str | None = None
+    view: StackView | None = None
+    scales_name: str | None = None
 
 
 class Checkpoint(Protocol):
@@ -79,6 +93,19 @@ class Checkpoint(Protocol):
         ...
 
 
+@runtime_checkable
+class BlockCheckpoint(Checkpoint, Protocol):
+    """One whose matrices may lie in quantised blocks."""
+
+    def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of a matrix in blocks, as GGUF has them: uint8 [n, bytes of a row]."""
+        ...
+
+    def type_name(self, name: str) -> str:
+        """ggml's name of the storage format."""
+        ...
+
+
 class SafetensorsCheckpoint:
     """A Hugging Face checkpoint, of the files `paths` in one folder.
 
@@ -89,26 +116,25 @@ class SafetensorsCheckpoint:
         from safetensors import SafetensorError, safe_open
 
         self.norm_offset = names.safetensors_norm_offset
-        self.has_pairs = False
+        self.has_pairs = names.safetensors_pairs
         self.tensors: dict[str, CheckpointTensor] = {}
         self.left_out: Counter[str] = Counter()
-        self._places: dict[str, Path] = {}
+        self._paths: dict[str, Path] = {}  # of stored tensors
         for path in paths:
             for stored_name, entry in read_safetensors_header(path).items():
                 if (family := names.left_out(stored_name)) is not None:
                     self.left_out[family] += 1
                     continue
-                name = names.from_safetensors(stored_name)
-                if name in self.tensors:
-                    raise ModelLoadError(
-                        f"{path} holds {stored_name}, which {self._places[name]} holds as "
-                        f"{self.tensors[name].stored_name}; remove one of the files"
-                    )
-                problem = None
-                if entry.dtype_name not in DTYPES:
-                    problem = f"{stored_name}: dtype {entry.dtype_name} is not read; known: {', '.join(DTYPES)}"
-                self.tensors[name] = CheckpointTensor(stored_name, entry.shape, problem)
-                self._places[name] = path
+                self._paths[stored_name] = path
+                for name, tensor in _stored_tensors(stored_name, entry, names):
+                    if name in self.tensors:
+                        other = self.tensors[name].stored_name
+                        raise ModelLoadError(
+                            f"{path} holds {stored_name}, which {self._paths[other]} holds as {other}; remove one of "
+                            "the files"
+                        )
+                    self.tensors[name] = tensor
+        self._take_scales()
         try:
             self._files = {path: safe_open(path, framework="pt") for path in paths}
         except (SafetensorError, OSError) as error:
@@ -116,10 +142,43 @@ class SafetensorsCheckpoint:
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         tensor = self.tensors[name]
-        file = self._files[self._places[name]]
+        if tensor.scales_name is not None:
+            return mxfp4.dequantize(*self._mxfp4(tensor, start, stop))
+        file = self._files[self._paths[tensor.stored_name]]
+        if tensor.view is not None:
+            return read_view(file.get_slice(tensor.stored_name), tensor.view, start, stop)
         if not tensor.shape or (start, stop) == (0, tensor.shape[0]):
             return file.get_tensor(tensor.stored_name)
         return file.get_slice(tensor.stored_name)[start:stop]
+
+    def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of a matrix of MXFP4 blocks, as GGUF has them: uint8 [n, bytes of a row]."""
+        return mxfp4.as_gguf(*self._mxfp4(self.tensors[name], start, stop))
+
+    def type_name(self, name: str) -> str:
+        """ggml's name of the storage format; "F32" for all but MXFP4, which is what the others are read as."""
+        return "F32" if self.tensors[name].scales_name is None else "MXFP4"
+
+    def _take_scales(self) -> None:
+        """The scales of MXFP4 blocks are no tensors of the model's own."""
+        scales_names = {tensor.scales_name for tensor in self.tensors.values() if tensor.scales_name is not None}
+        for name, tensor in list(self.tensors.items()):
+            if tensor.stored_name in scales_names:
+                del self.tensors[name]
+            elif tensor.scales_name is not None and tensor.scales_name not in self._paths:
+                problem = f"{tensor.stored_name}: {tensor.scales_name}, the scales of its blocks, is missing"
+                self.tensors[name] = replace(tensor, problem=problem)
+
+    def _mxfp4(self, tensor: CheckpointTensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(blocks, scales) of rows of a matrix, see `mxfp4`."""
+        view, scales_name = tensor.view, tensor.scales_name
+        assert view is not None
+        assert scales_name is not None
+
+        def read(name: str) -> torch.Tensor:
+            return read_view(self._files[self._paths[name]].get_slice(name), view, start, stop)
+
+        return read(tensor.stored_name), read(scales_name)
 
     def same_values(self, first: str, second: str) -> bool:
         shape = self.tensors[first].shape
@@ -127,6 +186,24 @@ class SafetensorsCheckpoint:
             torch.equal(self.read_rows(first, *piece).float(), self.read_rows(second, *piece).float())
             for piece in _pieces(shape)
         )
+
+
+def _stored_tensors(
+    stored_name: str, entry: SafetensorsEntry, names: WeightNames
+) -> Iterator[tuple[str, CheckpointTensor]]:
+    """What a stored tensor is to the model, by the model's names: itself, or the experts' matrices in it."""
+    stack = names.safetensors_stack(stored_name)
+    views = [] if stack is None else list(expert_views(stack[1], entry.shape, stack[0]))
+    scales = None if stack is None else stack[1].scales
+    readable = DTYPES if scales is None else ("U8",)
+    problem = None
+    if entry.dtype_name not in readable:
+        problem = f"{stored_name}: dtype {entry.dtype_name} is not read; known: {', '.join(readable)}"
+    if not views:
+        yield names.from_safetensors(stored_name), CheckpointTensor(stored_name, entry.shape, problem)
+    scales_name = None if scales is None else f"{stored_name.rpartition('.')[0]}.{scales}"
+    for name, shape, view in views:
+        yield name, CheckpointTensor(stored_name, shape, problem, view, scales_name)
 
 
 class GgufCheckpoint:
@@ -144,20 +221,37 @@ class GgufCheckpoint:
         self.left_out: Counter[str] = Counter()
         self.tensors: dict[str, CheckpointTensor] = {}
         for tensor in header.tensors.values():
-            name = names.from_gguf(tensor.name)
-            if name in self.tensors:
-                raise ModelLoadError(
-                    f"{path} holds {tensor.name}, which it also holds as {self.tensors[name].stored_name}; remove one"
-                )
-            self.tensors[name] = CheckpointTensor(tensor.name, tensor.shape, storage_problem(header, tensor))
+            if (family := names.left_out(tensor.name)) is not None:
+                self.left_out[family] += 1
+                continue
+            problem, stack = storage_problem(header, tensor), names.gguf_stack(tensor.name)
+            views: list[tuple[str, tuple[int, ...], StackView | None]] = []
+            if stack is not None:
+                views += expert_views(stack[1], tensor.shape, stack[0])
+            for name, shape, view in views or [(names.from_gguf(tensor.name), tensor.shape, None)]:
+                if name in self.tensors:
+                    raise ModelLoadError(
+                        f"{path} holds {tensor.name}, which it also holds as {self.tensors[name].stored_name}; remove "
+                        "one"
+                    )
+                self.tensors[name] = CheckpointTensor(tensor.name, shape, problem, view)
         self._data = GgufTensorData(header)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._data.read_rows(self.tensors[name].stored_name, start, stop)
+        tensor = self.tensors[name]
+        if tensor.view is not None and len(tensor.shape) == 1:
+            return self._data.read_rows(tensor.stored_name, tensor.view.expert, tensor.view.expert + 1)[0, start:stop]
+        return self._data.read_rows(tensor.stored_name, *self._stored_rows(tensor, start, stop))
 
     def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) of a matrix as the file has them: uint8 [n, bytes of a row], a view."""
-        return self._data.read_blocks(self.tensors[name].stored_name, start, stop)
+        tensor = self.tensors[name]
+        return self._data.read_blocks(tensor.stored_name, *self._stored_rows(tensor, start, stop))
+
+    def _stored_rows(self, tensor: CheckpointTensor, start: int, stop: int) -> tuple[int, int]:
+        """Where rows are among all rows of the stored tensor. Each expert's lie one after the other in these files."""
+        first = 0 if tensor.view is None else tensor.view.expert * tensor.shape[0] + tensor.view.first
+        return first + start, first + stop
 
     def type_name(self, name: str) -> str:
         """ggml's name of the storage format."""

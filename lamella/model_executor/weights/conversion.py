@@ -7,6 +7,7 @@ few megabytes are read and converted by a few threads.
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,10 +19,10 @@ import torch
 
 from lamella.errors import ModelLoadError
 from lamella.kv_cache.spec import ceil_div
-from lamella.model_executor.models.config import ModelConfig
+from lamella.model_executor.models.config import ModelConfig, kv_sharing
 from lamella.model_executor.weights.checkpoint import Checkpoint
 from lamella.model_executor.weights.kv_scales import kv_scale_layer
-from lamella.model_executor.weights.parameters import Parameter, Part, is_norm
+from lamella.model_executor.weights.parameters import Parameter, Part, is_float32, is_norm
 from lamella.model_executor.weights.row_pairs import unpaired
 
 _PIECE_ELEMENTS = 1 << 20  # 4 MiB as float32: stays in the cache between reading and writing
@@ -50,8 +51,8 @@ class Piece(NamedTuple):
 
 
 def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Norm multipliers are float32 whatever the compute dtype is."""
-    return torch.float32 if is_norm(name) else dtype
+    """Norms, sinks and the like are float32 whatever the compute dtype is."""
+    return torch.float32 if is_float32(name) else dtype
 
 
 def plan_parameters(
@@ -63,7 +64,7 @@ def plan_parameters(
     a form that cannot be read, or that the model has no place for.
     """
     plans, problems, used = [], [], set()
-    for name, shape, parts in ((each.name, each.shape, each.parts) for each in parameters):
+    for name, shape, parts in ((each.name, each.shape, stored_parts(checkpoint, each)) for each in parameters):
         for part in parts:
             used.add(part.name)
             stored = checkpoint.tensors.get(part.name)
@@ -77,10 +78,14 @@ def plan_parameters(
         plans.append(ParameterPlan(name, shape, parameter_dtype(name, dtype), parts))
     if config.tie_word_embeddings:
         used.add("lm_head.weight")  # where one is stored, it has been found to equal the embeddings
+    left_out = tuple(f"layers.{config.num_layers + extra}." for extra in range(config.num_left_out_layers))
     problems += [
         f"{stored.stored_name} has no place in the model"
         for name, stored in checkpoint.tensors.items()
-        if name not in used and not _is_own_kv_scale(name, config)
+        if name not in used
+        and not name.startswith(left_out)
+        and not _is_own_kv_scale(name, config)
+        and not _is_of_read_kv(name, config)
     ]
     if problems:
         told = "; ".join(problems[:_MAX_PROBLEMS_TOLD])
@@ -89,9 +94,23 @@ def plan_parameters(
     return sorted(plans, key=lambda plan: -plan.dtype.itemsize)
 
 
+def stored_parts(checkpoint: Checkpoint, parameter: Parameter) -> tuple[Part, ...]:
+    """The parameter's parts as the checkpoint has them: where it holds the parameter fused, under its own name, that is
+    the only one."""
+    if len(parameter.parts) > 1 and parameter.name in checkpoint.tensors:
+        return (Part(parameter.name, parameter.shape[0]),)
+    return parameter.parts
+
+
 def _is_own_kv_scale(name: str, config: ModelConfig) -> bool:
     layer = kv_scale_layer(name)
     return layer is not None and layer < config.num_layers
+
+
+def _is_of_read_kv(name: str, config: ModelConfig) -> bool:
+    """Whether the tensor would make K or V in a layer that reads another's: some checkpoints have it, to no end."""
+    found = re.fullmatch(r"layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.(weight|bias)", name)
+    return found is not None and int(found[1]) in kv_sharing(config)
 
 
 def converted_pieces(checkpoint: Checkpoint, plans: Iterable[ParameterPlan]) -> Iterator[Piece]:
@@ -102,7 +121,9 @@ def converted_pieces(checkpoint: Checkpoint, plans: Iterable[ParameterPlan]) -> 
         if is_norm(job.plan.name) and checkpoint.norm_offset:
             values = values.float() + checkpoint.norm_offset
         if job.part.head_rows and checkpoint.has_pairs:
-            values = unpaired(values, job.part.head_rows)
+            values = unpaired(values, job.part.head_rows, job.part.paired_rows)
+        if job.part.factor != 1.0:
+            values = values.float() * job.part.factor
         return Piece(job.plan, job.row_start, values.to(job.plan.dtype))
 
     return _mapped_in_order(convert, _jobs(plans), num_threads=min(4, os.cpu_count() or 1))

@@ -10,8 +10,8 @@ import torch
 
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import ceil_div
-from lamella.model_executor.weights.checkpoint import Checkpoint, GgufCheckpoint
-from lamella.model_executor.weights.conversion import ParameterPlan, converted_pieces
+from lamella.model_executor.weights.checkpoint import BlockCheckpoint, Checkpoint
+from lamella.model_executor.weights.conversion import ParameterPlan, converted_pieces, stored_parts
 from lamella.model_executor.weights.forms import Panels, StoredTensor
 from lamella.model_executor.weights.parameters import Parameter, Part, is_vector
 from lamella.model_executor.weights.row_pairs import unpaired
@@ -20,7 +20,7 @@ from lamella.native.library import PANEL
 from lamella.native.linear import pack_rows
 
 _ROWS_AT_ONCE = 4096
-_FLOAT = "F32"  # the form of parts whose type has no kernel
+_FLOAT = "F32"  # the form of parts whose type has no kernel, or whose values change as they are read
 
 
 class BlockPart(NamedTuple):
@@ -37,10 +37,14 @@ class GgufBlocks:
 
     name = "gguf"
 
-    def __init__(self, checkpoint: GgufCheckpoint, parameters: Iterable[Parameter]) -> None:
+    def __init__(self, checkpoint: BlockCheckpoint, parameters: Iterable[Parameter]) -> None:
         """parameters: all that the model has."""
         self._checkpoint = checkpoint
-        self._parts = {each.name: self._find_parts(each.parts) for each in parameters if not is_vector(each.name)}
+        self._parts = {
+            each.name: self._find_parts(stored_parts(checkpoint, each))
+            for each in parameters
+            if not is_vector(each.name)
+        }
 
     def parts(self, name: str) -> list[BlockPart]:
         """The parts of the weight `name`, which end in `ending` instead of "weight"."""
@@ -54,7 +58,7 @@ class GgufBlocks:
                 break  # an error for the missing tensor is raised when parameters are planned
             stop = start + self._checkpoint.tensors[part.name].shape[0]
             type_name = self._checkpoint.type_name(part.name)
-            type_name = type_name if type_name in FORMATS else _FLOAT
+            type_name = type_name if type_name in FORMATS and part.factor == 1.0 else _FLOAT
             found.append(BlockPart(f"part{index}_{type_name}", type_name, start, stop))
             start = stop
         return found
@@ -73,8 +77,8 @@ class GgufBlocks:
         return stored
 
     def pieces(self, checkpoint: Checkpoint, plans: Iterable[ParameterPlan]) -> Iterator[tuple[str, torch.Tensor]]:
-        if not isinstance(checkpoint, GgufCheckpoint):
-            raise InvariantError(f"blocks were asked of a {type(checkpoint).__name__}; only GGUF files have them")
+        if not isinstance(checkpoint, BlockCheckpoint):
+            raise InvariantError(f"blocks were asked of a {type(checkpoint).__name__}, which has none")
         for plan in plans:
             if is_vector(plan.name):
                 yield from ((plan.name, piece.values) for piece in converted_pieces(checkpoint, [plan]))
@@ -87,10 +91,11 @@ class GgufBlocks:
                     stop = min(start + at_once, source.num_rows)
                     yield base + part.ending, self._panels(checkpoint, source, part.type_name, start, stop)
 
-    def _panels(self, checkpoint: GgufCheckpoint, part: Part, type_name: str, start: int, stop: int) -> torch.Tensor:
+    def _panels(self, checkpoint: BlockCheckpoint, part: Part, type_name: str, start: int, stop: int) -> torch.Tensor:
         head_rows = part.head_rows if checkpoint.has_pairs else 0
         if type_name == _FLOAT:
             rows = checkpoint.read_rows(part.name, start, stop).float()
-            return pack_rows(unpaired(rows, head_rows) if head_rows else rows)
+            rows = rows if part.factor == 1.0 else rows * part.factor
+            return pack_rows(unpaired(rows, head_rows, part.paired_rows) if head_rows else rows)
         blocks = checkpoint.read_blocks(part.name, start, stop)
-        return pack_gguf(unpaired(blocks, head_rows) if head_rows else blocks, type_name).panels
+        return pack_gguf(unpaired(blocks, head_rows, part.paired_rows) if head_rows else blocks, type_name).panels

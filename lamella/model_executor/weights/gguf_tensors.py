@@ -27,7 +27,7 @@ def storage_problem(header: GgufHeader, tensor: GgufTensor) -> str | None:
     except (ValueError, KeyError, NotImplementedError):
         return f"{tensor.name}: stored in ggml type {tensor.type_id}, which the gguf package cannot convert"
     num_bytes = tensor_bytes(tensor)
-    if len(tensor.shape) not in (1, 2) or not num_bytes:
+    if len(tensor.shape) not in (1, 2, 3) or not num_bytes:
         return f"{tensor.name}: shape {list(tensor.shape)} is not made of rows of whole {block_elements}-element blocks"
     end = tensor.offset_bytes + num_bytes
     if end > header.file_bytes:
@@ -48,7 +48,8 @@ class GgufTensorData:
         self._tensors = header.tensors
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) along the first dimension: float16 where stored so, else float32. A copy."""
+        """Elements [start, stop) along the first dimension: float16 where stored so, else float32. A copy. Of a tensor
+        of three dimensions, which is a stack of matrices, rows count from the first matrix to the last."""
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 

@@ -11,7 +11,8 @@ The last two are independent of each other and may run in two threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,23 @@ from lamella.errors import ConfigError
 from lamella.model_executor.layers.description import Model
 from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.models.generation_config import GENERATION_CONFIG, GenerationConfig, read_generation_config
-from lamella.model_executor.models.registry import parse_config, parse_gguf_config, weight_map
+from lamella.model_executor.models.registry import (
+    is_known,
+    is_known_gguf,
+    parse_config,
+    parse_gguf_config,
+    weight_map,
+)
 from lamella.model_executor.models.typed_fields import shown
 from lamella.model_executor.models.typed_json import read_json_object
 from lamella.model_executor.progress import with_progress
 from lamella.model_executor.text.tokenizer import Tokenizer
 from lamella.model_executor.text.tokenizer_loading import load_tokenizer
+from lamella.model_executor.weights import mxfp4
 from lamella.model_executor.weights.cache import read_weight_entry, weight_entry_path, write_weight_entry
 from lamella.model_executor.weights.cache_folder import default_cache_dir
 from lamella.model_executor.weights.checkpoint import Checkpoint, GgufCheckpoint, SafetensorsCheckpoint
-from lamella.model_executor.weights.conversion import plan_parameters
+from lamella.model_executor.weights.conversion import ParameterPlan, plan_parameters
 from lamella.model_executor.weights.dummy_weights import check_memory, dummy_pieces
 from lamella.model_executor.weights.fit import fitted_config
 from lamella.model_executor.weights.forms import RowForm, RowMajor, WeightForm, collect, formed_pieces, stored_tensors
@@ -74,6 +82,19 @@ def load_config(source: ModelSource) -> ModelConfig:
         check_memory(source.name, {each.name: each.shape for each in _parameters(config)})
         return config
     return fitted_config(_open(source, config, header), config, _parameters)
+
+
+def has_native_family(source: ModelSource) -> bool:
+    """Whether a family is there for the model, by the names that its file gives. Raises ModelLoadError where the file
+    cannot be read."""
+    if source.gguf_path is not None:
+        return is_known_gguf(read_gguf_header(source.gguf_path))
+    return is_known(read_json_object(source.folder / "config.json"))
+
+
+def end_token_ids(source: ModelSource) -> tuple[int, ...] | None:
+    """Those of the model's generation_config.json; None where it names none."""
+    return _generation_config(source).eos_token_ids
 
 
 def load_sampling_defaults(source: ModelSource) -> dict[str, Any]:
@@ -134,7 +155,7 @@ def load_weights(
         if not isinstance(form, RowForm):
             raise ConfigError(f"random weights cannot be made in the form of {form.name!r}; they have no file")
         return collect(formed_pieces(dummy_pieces(shapes, dtype), form), stored)
-    entry = _weight_entry(source, dtype, form, cache_dir or default_cache_dir())
+    entry = _weight_entry(source, dtype, form, cache_dir or default_cache_dir(), _reading(config, parameters))
     if entry is not None:
         weights = read_weight_entry(entry, stored_tensors(shapes, dtype, form))
         if weights is not None:
@@ -144,6 +165,7 @@ def load_weights(
     stored = stored_tensors({plan.name: plan.shape for plan in plans}, dtype, form)
     num_bytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in stored.values())
     is_shown = shows_progress and num_bytes >= MIN_CACHED_BYTES
+    _tell_mxfp4(checkpoint, plans, dtype, form)
 
     def pieces(label: str) -> Iterator[tuple[str, torch.Tensor]]:
         logger.info("%s (%.1f GB) from %s", label, num_bytes / 1e9, source.folder)
@@ -162,10 +184,36 @@ def load_weights(
     return collect(pieces("loading weights"), stored)
 
 
-def _weight_entry(source: ModelSource, dtype: torch.dtype, form: WeightForm, cache_dir: Path) -> Path | None:
+def _tell_mxfp4(checkpoint: Checkpoint, plans: Sequence[ParameterPlan], dtype: torch.dtype, form: WeightForm) -> None:
+    """Say in the log what weights in MXFP4 take once they are in a form that there are products for."""
+    in_blocks = [
+        plan for plan in plans if any(checkpoint.tensors[part.name].scales_name is not None for part in plan.parts)
+    ]
+    if in_blocks:
+        tensors = [each for plan in in_blocks for each in form.tensors(plan.name, plan.shape, dtype).values()]
+        num_held = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+        num_stored = sum(prod(plan.shape) for plan in in_blocks) * mxfp4.BLOCK_BYTES // mxfp4.BLOCK
+        logger.info(
+            "weights in MXFP4, %.2f GB in the file, take %.2f GB as %r, which there are products for",
+            num_stored / 1e9, num_held / 1e9, form.name,
+        )  # fmt: skip
+
+
+def _reading(config: ModelConfig, parameters: Sequence[Parameter]) -> str:
+    """What the configuration has to say of the values themselves, shortened; empty where they are read as they are."""
+    factors = [(part.name, part.factor) for each in parameters for part in each.parts if part.factor != 1.0]
+    names = weight_map(config)
+    if not factors and not names.safetensors_pairs:
+        return ""
+    return f"{zlib.crc32(repr((factors, names.safetensors_pairs)).encode()):08x}"
+
+
+def _weight_entry(
+    source: ModelSource, dtype: torch.dtype, form: WeightForm, cache_dir: Path, reading: str
+) -> Path | None:
     try:
         if sum(path.stat().st_size for path in source.paths) < MIN_CACHED_BYTES:
             return None
-        return weight_entry_path(cache_dir, source.paths, dtype, form)
+        return weight_entry_path(cache_dir, source.paths, dtype, form, reading)
     except OSError:
         return None  # reading the checkpoint will raise what is wrong with the files

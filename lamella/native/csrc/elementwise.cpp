@@ -69,6 +69,30 @@ Vec hyperbolic_tangent(Vec x) {
     return size > broadcast(0.625f) ? far : near;  // NaN is not larger, and stays NaN
 }
 
+// Without factor: activation(gate) alone.
+template <class Activation>
+void activated(const float* gate, int64_t gate_step, const float* factor, int64_t factor_step, int64_t num_rows,
+               int64_t width, float* out) {
+#pragma omp parallel for schedule(static) if (num_rows * width > PARALLEL_FLOATS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float* const from = gate + row * gate_step;
+        const float* const by = factor + row * factor_step;
+        float* const to = out + row * width;
+        for_each_vec(width, [&](int64_t start, int count) {
+            const Vec value = Activation::apply(get(from + start, count));
+            put(to + start, factor ? value * get(by + start, count) : value, count);
+        });
+    }
+}
+
+// As inverse_rms: one order of sums whatever the rows around.
+template <class Term>
+float mean(int64_t width, Term term) {
+    Vec sum = {};
+    for_each_vec(width, [&](int64_t start, int count) { sum = sum + term(start, count); });
+    return sum_lanes(sum) / float(width);
+}
+
 template <class Activation>
 void gated(const float* gate_up, int64_t step, int64_t num_rows, int64_t width, float* out) {
 #pragma omp parallel for schedule(static) if (num_rows * width > PARALLEL_FLOATS)
@@ -126,6 +150,76 @@ LAMELLA_EXPORT void lamella_gated_silu(const float* gate_up, int64_t step, int64
 LAMELLA_EXPORT void lamella_gated_gelu_tanh(const float* gate_up, int64_t step, int64_t num_rows, int64_t width,
                                             float* out) {
     gated<GeluTanh>(gate_up, step, num_rows, width, out);
+}
+
+// The same with the bounds of `gate`, whose limit is positive.
+LAMELLA_EXPORT void lamella_gated_clamped(const Gate* gate, const float* gate_up, int64_t step, int64_t num_rows,
+                                          int64_t width, float* out) {
+    const Vec limit = broadcast(gate->limit), slope = broadcast(gate->slope), offset = broadcast(gate->up_offset);
+#pragma omp parallel for schedule(static) if (num_rows * width > PARALLEL_FLOATS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float* from = gate_up + row * step;
+        float* to = out + row * width;
+        for_each_vec(width, [&](int64_t start, int count) {
+            Vec value = get(from + start, count);
+            if (!gate->limits_activated) value = minimum(limit, value);
+            value = gate->is_silu ? value * sigmoid(slope * value) : GeluTanh::apply(value);
+            if (gate->limits_activated) value = minimum(limit, value);
+            const Vec up = maximum(-limit, minimum(limit, get(from + width + start, count)));
+            put(to + start, value * (up + offset), count);
+        });
+    }
+}
+
+// out[num_rows, width] = activation(gate) * factor; factor null: activation(gate).
+LAMELLA_EXPORT void lamella_activated_silu(const float* gate, int64_t gate_step, const float* factor,
+                                           int64_t factor_step, int64_t num_rows, int64_t width, float* out) {
+    activated<Silu>(gate, gate_step, factor, factor_step, num_rows, width, out);
+}
+
+LAMELLA_EXPORT void lamella_activated_gelu_tanh(const float* gate, int64_t gate_step, const float* factor,
+                                                int64_t factor_step, int64_t num_rows, int64_t width, float* out) {
+    activated<GeluTanh>(gate, gate_step, factor, factor_step, num_rows, width, out);
+}
+
+// out[num_rows, width] = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias; bias null: none.
+LAMELLA_EXPORT void lamella_layer_norm(const float* x, int64_t x_step, const float* weight, const float* bias,
+                                       float eps, int64_t num_rows, int64_t width, float* out) {
+#pragma omp parallel for schedule(static) if (num_rows * width > PARALLEL_FLOATS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float* const from = x + row * x_step;
+        float* const to = out + row * width;
+        const float centre = mean(width, [&](int64_t start, int count) { return get(from + start, count); });
+        for_each_vec(width, [&](int64_t start, int count) {
+            put(to + start, get(from + start, count) - broadcast(centre), count);
+        });
+        const float variance = mean(width, [&](int64_t start, int count) {
+            const Vec value = get(to + start, count);
+            return value * value;
+        });
+        const Vec scale = broadcast(1.0f / std::sqrt(variance + eps));
+        for_each_vec(width, [&](int64_t start, int count) {
+            const Vec normed = get(to + start, count) * scale * get(weight + start, count);
+            put(to + start, bias ? normed + get(bias + start, count) : normed, count);
+        });
+    }
+}
+
+// attended[num_rows][num_gates][dim] *= sigmoid(gate), or softplus(gate) = log(1 + e^gate), gate[num_rows][num_gates].
+LAMELLA_EXPORT void lamella_gate_attention(float* attended, const float* gate, int64_t gate_step, int64_t num_rows,
+                                           int64_t num_gates, int64_t dim, int64_t is_softplus) {
+#pragma omp parallel for schedule(static) if (num_rows * num_gates * dim > PARALLEL_FLOATS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float* const by = gate + row * gate_step;
+        float* const to = attended + row * num_gates * dim;
+        for (int64_t index = 0; index < num_gates; index++) {
+            const float value = by[index];
+            // max(x, 0) + log(1 + e^-|x|) neither overflows nor cancels.
+            const float opened = is_softplus ? std::max(value, 0.0f) + std::log1p(std::exp(-std::abs(value)))
+                                             : 1.0f / (1.0f + std::exp(-value));
+            for (int64_t element = 0; element < dim; element++) to[index * dim + element] *= opened;
+        }
+    }
 }
 
 // x = cap * tanh(x / cap)

@@ -8,6 +8,15 @@ constexpr int64_t PARALLEL_FLOATS = 16384;  // element-wise work on fewer takes 
 
 struct Batch;  // attention.cpp
 
+// An activation of the gate, times up, with bounds. Mirrored in native/elementwise.py.
+struct Gate {
+    int64_t is_silu;           // else gelu_tanh
+    float limit;               // up lies in [-limit, limit], and the gate is at most that; 0: no bounds
+    int64_t limits_activated;  // whether the gate is bounded behind the activation, else before it
+    float slope;               // of silu: g sigmoid(slope g)
+    float up_offset;           // added to up behind its bounds
+};
+
 // Mirrored by `RopeInput` in native/attention.py.
 struct RopeInput {
     const float* qkv;  // [tokens] a stride apart: num_heads query heads, then the KV heads' keys, then their values
@@ -41,6 +50,8 @@ LAMELLA_EXPORT void lamella_gated_silu(const float* gate_up, int64_t step, int64
                                        float* out);
 LAMELLA_EXPORT void lamella_gated_gelu_tanh(const float* gate_up, int64_t step, int64_t num_rows, int64_t width,
                                             float* out);
+LAMELLA_EXPORT void lamella_gated_clamped(const Gate* gate, const float* gate_up, int64_t step, int64_t num_rows,
+                                          int64_t width, float* out);
 // Returns 0, or 1 where memory is lacking.
 LAMELLA_EXPORT int64_t lamella_attention(const Pages* pages, const Batch* batch, const float* query, float* out,
                                          int64_t num_heads, int64_t window_tokens, int64_t chunk_tokens, float scale,

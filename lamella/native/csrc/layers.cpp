@@ -2,39 +2,24 @@
 // from Python would take as long as the work: the weights that stream by push the interpreter out of the caches.
 #include <omp.h>
 
-#include "kernels.h"
-#include "panel_product.h"
+#include "experts.h"
 
 namespace {
 
-constexpr int64_t INT8 = -1, W8A8 = -2, FLOAT32 = 0;  // kinds; above 0: GGUF's number of a type, gguf_blocks.cpp
 // Fewer, and threads wait for each other more often; more, and what lies between two products leaves the caches.
 constexpr int64_t MIN_BLOCK_ROWS = 1024;
 
-// These structures are mirrored in native/layers.py.
-struct Part {
-    int64_t kind;
-    const void* panels;
-    const float* scales;  // of int8 weights
-    int64_t num_columns;
-};
-
-// Its parts' columns side by side. A kind with scales has a single part.
-struct Linear {
-    const Part* parts;
-    int64_t num_parts, num_columns, depth;
-    const float* bias;  // [num_columns], over all parts; null: none
-};
-
+// These structures are mirrored in native/layers.py and native/decoder.py.
 struct LayerTail {
-    Linear out_proj, gate_up_proj, down_proj;
+    Linear out_proj;
+    Mlp mlp;                 // where experts is null
+    const Experts* experts;  // what the layer has in place of an MLP; null: it has the MLP
     // Each may be null: no norm.
     const float* post_attention_norm;
     const float* pre_mlp_norm;
     const float* post_mlp_norm;
     const float* following_norm;
     float eps;
-    int64_t is_silu;  // else gelu_tanh
 };
 
 // What a layer's attention has that does not depend on the step.
@@ -66,67 +51,56 @@ struct LayerStep {
     int64_t rotary_dim;    // the first dimensions of a head; 0: none are rotated, and there are no tables
 };
 
-// out[num_rows][num_columns] += bias. One addition to a finished sum, whatever computed it: a row's bits do not depend
-// on the number of rows, which decides how sums are computed.
-void add_bias(const float* bias, int64_t num_rows, int64_t num_columns, float* out) {
-#pragma omp parallel for schedule(static) if (num_rows * num_columns > PARALLEL_FLOATS)
-    for (int64_t row = 0; row < num_rows; row++) {
-        float* const to = out + row * num_columns;
-        for (int64_t column = 0; column < num_columns; column++) to[column] += bias[column];
-    }
+// attended [num_rows][out_proj.depth] is taken into x [num_rows][width]; normed [num_rows][width] = pre_mlp_norm(x).
+// y: scratch for num_rows * width floats.
+void join_attention(const LayerTail& tail, float* x, const float* attended, int64_t num_rows, float* normed,
+                    float* y) {
+    const int64_t width = tail.out_proj.num_columns;
+    multiply(tail.out_proj, attended, num_rows, y);
+    lamella_add_norm(x, width, y, width, tail.post_attention_norm, tail.pre_mlp_norm, tail.eps, num_rows, width,
+                     normed);
 }
 
-// x [num_rows][depth] -> out [num_rows][num_columns]
-void multiply(const Linear& layer, const float* x, int64_t num_rows, float* out) {
-    const int64_t depth = layer.depth, step = layer.num_columns;
-    float* const first = out;
-    for (int64_t index = 0; index < layer.num_parts; index++) {
-        const Part& part = layer.parts[index];
-        const int8_t* bytes = static_cast<const int8_t*>(part.panels);
-        switch (part.kind) {
-            case FLOAT32:
-                lamella_linear(x, depth, num_rows, static_cast<const float*>(part.panels), part.num_columns, depth,
-                               nullptr, out, step);
-                break;
-            case INT8:
-                lamella_int8_linear(x, bytes, part.scales, nullptr, out, num_rows, part.num_columns, depth);
-                break;
-            case W8A8:
-                lamella_w8a8_linear(x, bytes, part.scales, out, num_rows, part.num_columns, depth);
-                break;
-            default:
-                lamella_gguf_linear(x, static_cast<const int32_t*>(part.panels), out, step, part.kind, num_rows,
-                                    part.num_columns, depth);
-        }
-        out += part.num_columns;
-    }
-    if (layer.bias) add_bias(layer.bias, num_rows, step, first);
+// y [num_rows][width], what follows attention, is taken into x; normed = following_norm(x).
+void join_mlp(const LayerTail& tail, float* x, const float* y, int64_t num_rows, float* normed) {
+    const int64_t width = tail.out_proj.num_columns;
+    lamella_add_norm(x, width, y, width, tail.post_mlp_norm, tail.following_norm, tail.eps, num_rows, width, normed);
 }
 
-// attended [num_rows][out_proj.depth] is taken into x [num_rows][width], then the MLP's result;
-// normed [num_rows][width] = following_norm(x), or x where that norm is null.
-void finish_layer(const LayerTail& tail, float* x, const float* attended, int64_t num_rows, float* normed) {
-    const int64_t width = tail.out_proj.num_columns, mlp_width = tail.down_proj.depth;
+// Blocks of rows from one end of the layer to the other.
+void finish_with_mlp(const LayerTail& tail, float* x, const float* attended, int64_t num_rows, float* normed) {
+    const Mlp& mlp = tail.mlp;
+    const int64_t width = tail.out_proj.num_columns, mlp_width = mlp.down_proj.depth;
     const int64_t block_rows = std::max<int64_t>(MIN_BLOCK_ROWS, 128 * omp_get_max_threads());
     const int64_t num_blocks = ceil_div(num_rows, block_rows), most_rows = ceil_div(num_rows, num_blocks);
     const Scratch scratch = make_scratch(most_rows * (width + 3 * mlp_width));
     float* const y = scratch.get();
     float* const gate_up = y + most_rows * width;
     float* const gated = gate_up + most_rows * 2 * mlp_width;
-    const auto activate = tail.is_silu ? lamella_gated_silu : lamella_gated_gelu_tanh;
     for (int64_t block = 0; block < num_blocks; block++) {
         const int64_t begin = num_rows * block / num_blocks, rows = num_rows * (block + 1) / num_blocks - begin;
         float* const sum = x + begin * width;
         float* const norm = normed + begin * width;
-        multiply(tail.out_proj, attended + begin * tail.out_proj.depth, rows, y);
-        lamella_add_norm(sum, width, y, width, tail.post_attention_norm, tail.pre_mlp_norm, tail.eps, rows, width,
-                         norm);
-        multiply(tail.gate_up_proj, norm, rows, gate_up);
-        activate(gate_up, 2 * mlp_width, rows, mlp_width, gated);
-        multiply(tail.down_proj, gated, rows, y);
-        lamella_add_norm(sum, width, y, width, tail.post_mlp_norm, tail.following_norm, tail.eps, rows, width,
-                         norm);
+        join_attention(tail, sum, attended + begin * tail.out_proj.depth, rows, norm, y);
+        multiply(mlp.gate_up_proj, norm, rows, gate_up);
+        apply_gate(mlp.gate, gate_up, rows, mlp_width, gated);
+        multiply(mlp.down_proj, gated, rows, y);
+        join_mlp(tail, sum, y, rows, norm);
     }
+}
+
+// All rows at once, so that an expert's weights are passed over once.
+void finish_with_experts(const LayerTail& tail, float* x, const float* attended, int64_t num_rows, float* normed) {
+    const Scratch y = make_scratch(num_rows * tail.out_proj.num_columns);
+    join_attention(tail, x, attended, num_rows, normed, y.get());
+    run_experts(*tail.experts, normed, normed, num_rows, y.get());
+    join_mlp(tail, x, y.get(), num_rows, normed);
+}
+
+// attended [num_rows][out_proj.depth] is taken into x [num_rows][width], then what the MLP or the experts give;
+// normed [num_rows][width] = following_norm(x), or x where that norm is null.
+void finish_layer(const LayerTail& tail, float* x, const float* attended, int64_t num_rows, float* normed) {
+    (tail.experts ? finish_with_experts : finish_with_mlp)(tail, x, attended, num_rows, normed);
 }
 
 struct AttentionScratch {

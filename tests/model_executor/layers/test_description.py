@@ -23,13 +23,13 @@ PLAIN = AttentionConfig(
     kind="full_attention", num_heads=4, num_kv_heads=2, k_dim=6, v_dim=6, scale=1.0, rotary=RotaryConfig(6, 1e4)
 )
 # Keys of 6 elements, values of 5; 4 query heads, 2 KV heads.
-FULL_OF_OPTIONS = replace(PLAIN, v_dim=5, rotary=None, has_head_norms=True, has_qkv_bias=True, has_output_bias=True)
+FULL_OF_OPTIONS = replace(PLAIN, v_dim=5, rotary=None, qk_norm="heads", has_qkv_bias=True, has_output_bias=True)
 ALL_NORMS = NormPlaces(input=True, post_attention=True, mlp=True, post_mlp=True)
 
 
 def make_config(*layers: LayerConfig, is_tied: bool = True) -> ModelConfig:
     return ModelConfig(
-        architecture="none", vocab_size=9, hidden_size=8, layers=layers, rms_norm_eps=1e-6, max_position_embeddings=16,
+        architecture="none", vocab_size=9, hidden_size=8, layers=layers, norm_eps=1e-6, max_position_embeddings=16,
         tie_word_embeddings=is_tied,
     )  # fmt: skip
 

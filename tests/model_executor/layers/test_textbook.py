@@ -43,7 +43,7 @@ SWITCH = (False, True)
 # What a layer is made of; the first choice of each is that of the simplest layer.
 OPTIONS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(PLACES, SWITCH),
-    "has_head_norms": SWITCH,
+    "qk_norm": (None, "heads"),
     "has_qkv_bias": SWITCH,
     "has_output_bias": SWITCH,
     "has_mlp_bias": SWITCH,
@@ -78,7 +78,7 @@ def make_config(options: dict[str, Any]) -> ModelConfig:
                 scale=0.4,
                 rotary=rotary,
                 kv_owner=owner,
-                **{name: options[name] for name in ("window_tokens", "softcap", "v_dim", "has_head_norms")},
+                **{name: options[name] for name in ("window_tokens", "softcap", "v_dim", "qk_norm")},
                 **{name: options[name] for name in ("has_qkv_bias", "has_output_bias")},
             ),
             MLPConfig(MLP_WIDTH, options["activation"], options["has_mlp_bias"]),
@@ -91,7 +91,7 @@ def make_config(options: dict[str, Any]) -> ModelConfig:
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         layers=tuple(layers),
-        rms_norm_eps=EPS,
+        norm_eps=EPS,
         max_position_embeddings=64,
         **{name: options[name] for name in ("embedding_scale", "final_logit_softcap", "tie_word_embeddings")},
     )
@@ -160,7 +160,7 @@ def loaded_model(options: dict[str, Any]) -> Model:
         for place in PLACES:
             if options[place]:
                 tensors[f"layers.{layer}.{place}_norm.weight"] = WEIGHTS[f"{layer}.{place}.weight"]
-        if options["has_head_norms"]:
+        if options["qk_norm"]:
             for norm in ("q_norm",) if owner is not None else ("q_norm", "k_norm"):
                 tensors[f"layers.{layer}.self_attn.{norm}.weight"] = WEIGHTS[f"{layer}.{norm}.weight"]
     model = Model(make_config(options), torch.float32)
@@ -230,7 +230,7 @@ def dense_prompt(tokens: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         y = linear(x, layer, name, options["has_qkv_bias"]).view(len(x), -1, dim)
         if name == "v":
             return y
-        y = rms(y, f"{layer}.{name}_norm") if options["has_head_norms"] else y
+        y = rms(y, f"{layer}.{name}_norm") if options["qk_norm"] else y
         return turned(y, options["rotary"], options["position_divisor"])
 
     def placed(x: torch.Tensor, layer: int, place: str) -> torch.Tensor:

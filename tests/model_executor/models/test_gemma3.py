@@ -86,7 +86,7 @@ def test_every_field_of_a_published_config():
     assert {(each.num_heads, each.num_kv_heads, each.k_dim, each.v_dim) for each in attentions} == {(4, 1, 256, 256)}
     assert {each.scale for each in attentions} == {0.0625}
     assert {each.rotary.dim for each in attentions} == {256}
-    assert config.rms_norm_eps == 1e-6
+    assert config.norm_eps == 1e-6
     assert (config.max_position_embeddings, config.num_layers) == (32768, 18)
     assert [i for i, each in enumerate(attentions) if each.kind == "full_attention"] == [5, 11, 17]
     assert {each.softcap for each in attentions} == {None}

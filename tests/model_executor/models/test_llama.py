@@ -22,7 +22,7 @@ def test_layers_have_two_norms_before_their_parts_and_none_of_heads() -> None:
     assert (layer.norms.input, layer.norms.mlp) == (True, True)
     assert not (layer.norms.post_attention)
     assert not (layer.norms.post_mlp)
-    assert not (layer.attention.has_head_norms)
+    assert layer.attention.qk_norm is None
 
 
 def test_which_layers_have_biases() -> None:

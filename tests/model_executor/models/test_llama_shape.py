@@ -21,7 +21,7 @@ def equal(ours: ModelConfig, config: Any) -> None:
         config.hidden_size,
         config.num_hidden_layers,
     )
-    assert ours.rms_norm_eps == config.rms_norm_eps
+    assert ours.norm_eps == config.rms_norm_eps
     assert ours.max_position_embeddings == config.max_position_embeddings
     assert ours.tie_word_embeddings == config.tie_word_embeddings
     assert ours.bos_token_id == config.bos_token_id
@@ -71,8 +71,12 @@ def test_kv_heads_that_are_null_are_as_many_as_heads(architecture: str) -> None:
         ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size=100.*multiple of num_attention_heads"),
         ({"num_attention_heads": 6, "num_key_value_heads": 4, "head_dim": 8}, "6 attention heads cannot share 4"),
         ({"head_dim": 7}, "head_dim=7"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not built"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}, "low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope type 'axial' is not built"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+            "high_freq_factor is missing",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0, "mrope_section": [1]}}, "mrope_section is not known"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"eos_token_id": 10**6}, "eos_token_id=1000000"),
     ],

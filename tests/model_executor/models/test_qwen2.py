@@ -46,7 +46,7 @@ def test_layers_differ_in_their_windows_alone() -> None:
     config = parsed("Qwen2", use_sliding_window=True, num_hidden_layers=4, max_window_layers=2, sliding_window=9)
     full, sliding = config.layers[1].attention, config.layers[2].attention
     assert [layer.attention.window_tokens for layer in config.layers] == [None, None, 9, 9]
-    for name in ("num_heads", "num_kv_heads", "k_dim", "v_dim", "scale", "rotary", "has_qkv_bias", "has_head_norms"):
+    for name in ("num_heads", "num_kv_heads", "k_dim", "v_dim", "scale", "rotary", "has_qkv_bias", "qk_norm"):
         assert getattr(full, name) == getattr(sliding, name)
 
 

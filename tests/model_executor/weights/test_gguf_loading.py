@@ -65,7 +65,7 @@ def test_config_from_metadata(model, tmp_path):
     assert {(each.num_heads, each.num_kv_heads, each.k_dim, each.v_dim) for each in attentions} == {(4, 2, 16, 16)}
     assert {each.scale for each in attentions} == {0.25}
     assert config.max_position_embeddings == 512
-    assert config.rms_norm_eps == pytest.approx(1e-6)
+    assert config.norm_eps == pytest.approx(1e-6)
     assert [each.kind for each in attentions] == ["sliding_attention"] * 5 + ["full_attention"]
     assert (attentions[0].window_tokens, attentions[0].rotary.theta) == (16, 10_000.0)
     assert (attentions[5].window_tokens, attentions[5].rotary.theta) == (None, 1_000_000.0)

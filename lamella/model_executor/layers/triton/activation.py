@@ -1,4 +1,5 @@
-"""Activations, element by element: the gated one of the MLP, and the soft-cap of logits. In float32, rounded once."""
+"""Activations, element by element: those of the MLP, attention's gate, and the soft-cap of logits. In float32, rounded
+once."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from lamella.model_executor.layers.triton.rows import check_bias, check_rows, la
 
 BLOCK_ELEMENTS = 1024
 ACTIVATIONS = ("gelu_tanh", "silu")
+GATES = ("sigmoid", "softplus")
 
 _TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 
@@ -34,6 +36,53 @@ def gated_kernel(gate_up, bias, out, row_stride, WIDTH: tl.constexpr, IS_SILU: t
     exponent = gate if IS_SILU else _TWICE_SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
     activated = gate / (1.0 + tl.exp(-exponent))
     tl.store(out + row * WIDTH + column, (activated * up).to(out.dtype.element_ty), mask=present)
+
+
+@triton.jit
+def activated_kernel(
+    x, bias, factor, out, row_stride, factor_row_stride, WIDTH: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (row, block of it): activation(x + bias) * factor. bias and factor may each be None; out is
+    contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    present = column < WIDTH
+    value = tl.load(x + row * row_stride + column, mask=present, other=0.0).to(tl.float32)
+    if bias is not None:
+        value += tl.load(bias + column, mask=present, other=0.0).to(tl.float32)
+    exponent = value if IS_SILU else _TWICE_SQRT_2_OVER_PI * (value + 0.044715 * value * value * value)
+    activated = value / (1.0 + tl.exp(-exponent))
+    if factor is not None:
+        activated *= tl.load(factor + row * factor_row_stride + column, mask=present, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, activated.to(out.dtype.element_ty), mask=present)
+
+
+@triton.jit
+def attention_gate_kernel(
+    attended,
+    gate,
+    bias,
+    gate_row_stride,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    IS_SOFTPLUS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, block of it): attended, which is contiguous, times what the gate of each DIM elements lets through.
+    bias may be None."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    present = column < WIDTH
+    value = tl.load(gate + row * gate_row_stride + column // DIM, mask=present, other=0.0).to(tl.float32)
+    if bias is not None:
+        value += tl.load(bias + column // DIM, mask=present, other=0.0).to(tl.float32)
+    if IS_SOFTPLUS:
+        opened = tl.maximum(value, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(value)))
+    else:
+        opened = 1.0 / (1.0 + tl.exp(-value))
+    place = attended + row * WIDTH + column
+    kept = tl.load(place, mask=present, other=0.0).to(tl.float32) * opened
+    tl.store(place, kept.to(attended.dtype.element_ty), mask=present)
 
 
 @triton.jit
@@ -67,6 +116,54 @@ def gated_activation(gate_up: torch.Tensor, activation: str, bias: torch.Tensor 
     return out
 
 
+def activated(
+    x: torch.Tensor, activation: str, *, bias: torch.Tensor | None = None, factor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """activation(x + bias) * factor, each [T, width]; a contiguous tensor of x's dtype. Without bias or factor that
+    step is left out. Raises as `gated_activation`."""
+    if activation not in ACTIVATIONS:
+        raise InvariantError(f"activation={activation!r} is not known; choose one of {', '.join(ACTIVATIONS)}")
+    check_rows("x", x)
+    num_rows, width = x.shape
+    check_bias("bias", bias, width)
+    if factor is not None:
+        check_rows("factor", factor, width)
+        if factor.shape[0] != num_rows:
+            raise InvariantError(f"factor has {factor.shape[0]} rows and x has {num_rows}; each goes to one of x")
+    out = x.new_empty(num_rows, width)
+    if num_rows:
+        grid = (num_rows, triton.cdiv(width, BLOCK_ELEMENTS))
+        factor_stride = 0 if factor is None else factor.stride(0)
+        constants = gated_constants(width, activation)
+        activated_kernel[grid](x, bias, factor, out, x.stride(0), factor_stride, **constants)
+    return out
+
+
+def gate_attention(
+    attended: torch.Tensor, gate: torch.Tensor, activation: str, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """attended *= activation(gate + bias) in place, and returned: attended contiguous [T, num_gates * dim], each gate
+    of [T, num_gates] for dim elements. Raises InvariantError for an activation that is not in GATES, and for other
+    shapes."""
+    if activation not in GATES:
+        raise InvariantError(f"activation={activation!r} is not a gate's; choose one of {', '.join(GATES)}")
+    check_rows("attended", attended)
+    check_rows("gate", gate)
+    num_rows, width = attended.shape
+    num_gates = gate.shape[1]
+    if not attended.is_contiguous() or gate.shape[0] != num_rows or not num_gates or width % num_gates:
+        raise InvariantError(
+            f"gate has shape {list(gate.shape)} for attended {list(attended.shape)} with strides {attended.stride()}; "
+            "the kernel takes contiguous rows, and a gate for each of equal parts of a row"
+        )
+    check_bias("bias", bias, num_gates)
+    if num_rows:
+        grid = (num_rows, triton.cdiv(width, BLOCK_ELEMENTS))
+        constants = gate_constants(width, num_gates, activation)
+        attention_gate_kernel[grid](attended, gate, bias, gate.stride(0), **constants)
+    return attended
+
+
 def capped_logits(logits: torch.Tensor, softcap: float) -> torch.Tensor:
     """softcap * tanh(logits / softcap): logits [S, vocab] of any float dtype -> contiguous float32 [S, vocab]. Rows may
     lie apart. Raises InvariantError for other shapes."""
@@ -80,8 +177,13 @@ def capped_logits(logits: torch.Tensor, softcap: float) -> torch.Tensor:
 
 
 def gated_constants(width: int, activation: str) -> dict[str, Any]:
-    """Compile-time constants and launch options of `gated_kernel`."""
+    """Compile-time constants and launch options of `gated_kernel` and `activated_kernel`."""
     return {"IS_SILU": activation == "silu", **softcap_constants(width)}
+
+
+def gate_constants(width: int, num_gates: int, activation: str) -> dict[str, Any]:
+    """Compile-time constants and launch options of `attention_gate_kernel`."""
+    return {"DIM": width // num_gates, "IS_SOFTPLUS": activation == "softplus", **softcap_constants(width)}
 
 
 def softcap_constants(width: int) -> dict[str, Any]:

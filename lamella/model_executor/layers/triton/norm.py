@@ -1,4 +1,4 @@
-"""RMS norms of whole rows, alone or with the addition to the residual stream that comes before.
+"""Norms of whole rows; RMS norms also with the addition to the residual stream that comes before.
 
 One program takes one row and keeps it in registers, so a row's result does not depend on the rows beside it.
 Arithmetic is in float32; what is stored is rounded once.
@@ -75,6 +75,20 @@ def add_norm_kernel(
         tl.store(out + row * WIDTH + column, normed.to(out.dtype.element_ty), mask=present)
 
 
+@triton.jit
+def layer_norm_kernel(x, weight, bias, out, x_row_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row): the row without its mean, over its deviation. bias may be None. out is contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    present = column < WIDTH
+    values = tl.load(x + row * x_row_stride + column, mask=present, other=0.0).to(tl.float32)
+    centred = tl.where(present, values - tl.sum(values, 0) / WIDTH, 0.0)
+    normed = normed_row(centred, weight, eps, column, present, WIDTH)
+    if bias is not None:
+        normed += tl.load(bias + column, mask=present, other=0.0)
+    tl.store(out + row * WIDTH + column, normed.to(out.dtype.element_ty), mask=present)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight: x [T, width], rows adjacent or apart; weight float32 [width]; a new
     contiguous tensor of x's dtype. Raises ConfigError above MAX_WIDTH, InvariantError for other shapes."""
@@ -84,6 +98,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = x.new_empty(num_rows, width)
     if num_rows:
         norm_kernel[(num_rows,)](x, weight, out, x.stride(0), eps, **norm_constants(width))
+    return out
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias: as `rms_norm`; bias float32 [width], or None."""
+    check_rows("x", x)
+    num_rows, width = x.shape
+    _check_weight("weight", weight, width)
+    check_bias("bias", bias, width)
+    out = x.new_empty(num_rows, width)
+    if num_rows:
+        layer_norm_kernel[(num_rows,)](x, weight, bias, out, x.stride(0), eps, **norm_constants(width))
     return out
 
 
@@ -131,7 +157,7 @@ def add_norm(
 
 
 def norm_constants(width: int) -> dict[str, Any]:
-    """Compile-time constants and launch options of both kernels. Raises ConfigError above MAX_WIDTH."""
+    """Compile-time constants and launch options of each kernel. Raises ConfigError above MAX_WIDTH."""
     if width > MAX_WIDTH:
         raise ConfigError(
             f"rows of {width} elements are too wide for the triton norms, which take up to {MAX_WIDTH}; "

@@ -1,0 +1,139 @@
+"""Which code runs a model: a native family's layers, or transformers' own on lamella's attention.
+
+Either way a model is opened in two parts. Opening reads what the files say and refuses what cannot be run; loading
+reads weights. What is loaded plugs into the runner alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lamella.attention.choice import choose_backend
+from lamella.attention.contract import AttentionBackend
+from lamella.engine.config import EngineConfig
+from lamella.errors import ConfigError
+from lamella.kv_cache.spec import KVCacheSpec
+from lamella.model_executor.layers.choice import choose_operators
+from lamella.model_executor.layers.description import Model
+from lamella.model_executor.layers.stack import Stack
+from lamella.model_executor.models.config import ModelConfig, kv_sharing, layer_specs
+from lamella.model_executor.models.registry import weight_map
+from lamella.model_executor.models.transformers_backend.text_config import TransformersConfig
+from lamella.model_executor.runner import RunnableModel
+from lamella.model_executor.weights.kv_scales import KVScales, load_kv_scales
+from lamella.model_executor.weights.loading import end_token_ids, has_native_family, load_config, load_weights
+from lamella.model_executor.weights.model_source import ModelSource
+
+logger = logging.getLogger(__name__)
+
+ServedConfig = ModelConfig | TransformersConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """attention_specs: what each layer sees. kv_sharing: layer -> the layer whose KV it reads. prunes: as for
+    ModelRunner."""
+
+    runnable: RunnableModel
+    backend: AttentionBackend
+    attention_specs: list[KVCacheSpec]
+    kv_sharing: Mapping[int, int]
+    kv_scales: Sequence[KVScales] | None = None
+    prunes: bool = True
+    is_capturable: bool = True
+
+
+class OpenedModel(Protocol):
+    """A model whose files have been found to describe something that can be run."""
+
+    config: ServedConfig
+
+    def load(
+        self, engine: EngineConfig, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device
+    ) -> LoadedModel:
+        """kv_dtype: what K and V are stored in; None: `dtype`. Raises ConfigError for options that the model cannot be
+        run with, ModelLoadError for its weights."""
+        ...
+
+
+def open_model(model_impl: str, source: ModelSource, *, shows_progress: bool = False) -> OpenedModel:
+    """model_impl: "native", "transformers", or "auto": native where there is a family for the model. Raises
+    ModelLoadError where the model cannot be run so, with the reason."""
+    is_native = model_impl == "native" or (model_impl == "auto" and has_native_family(source))
+    return _NativeModel(source, shows_progress) if is_native else _TransformersBackendModel(source)
+
+
+class _NativeModel:
+    def __init__(self, source: ModelSource, shows_progress: bool) -> None:
+        self._source = source
+        self._shows_progress = shows_progress
+        self._config = load_config(source)
+        self.config: ServedConfig = self._config
+
+    def load(
+        self, engine: EngineConfig, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device
+    ) -> LoadedModel:
+        config, source = self._config, self._source
+        kv_scales = None
+        if kv_dtype is not None:
+            kv_scales = load_kv_scales(source, weight_map(config), num_layers=config.num_layers)
+        specs = layer_specs(config, itemsize_bytes=(kv_dtype or dtype).itemsize)
+        backend = choose_backend(
+            engine.attention_backend, device, specs=specs, dtype=kv_dtype or dtype, page_tokens=engine.page_size
+        )
+        model = Model(config, dtype)
+        operators = choose_operators(engine.quantization, backend.name, source, model)
+        weights = load_weights(
+            source,
+            model,
+            form=operators.weight_form,
+            cache_dir=Path(engine.cache_dir) if engine.cache_dir is not None else None,
+            shows_progress=self._shows_progress,
+        )
+        model.load({name: tensor.to(device) for name, tensor in weights.items()})
+        return LoadedModel(
+            runnable=Stack(model, operators),
+            backend=backend,
+            attention_specs=specs,
+            kv_sharing=kv_sharing(config),
+            kv_scales=kv_scales,
+        )
+
+
+class _TransformersBackendModel:
+    def __init__(self, source: ModelSource) -> None:
+        # Here and not above: transformers takes seconds to import.
+        from lamella.model_executor.models.transformers_backend.loading import check_model
+
+        self._checked = check_model(source, end_token_ids(source))
+        self.config: ServedConfig = self._checked.config
+
+    def load(
+        self, engine: EngineConfig, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device
+    ) -> LoadedModel:
+        from lamella.model_executor.models.transformers_backend.loading import load_checked
+
+        if engine.quantization not in (None, "none"):
+            raise ConfigError(
+                f"quantization={engine.quantization!r} is for native families, and transformers' code runs "
+                f"{self._checked.run_by.model_class.__name__} here; leave it out"
+            )
+        stored = kv_dtype or dtype
+        runnable, specs, owners = load_checked(self._checked, dtype, device, itemsize_bytes=stored.itemsize)
+        backend = choose_backend(
+            engine.attention_backend, device, specs=specs, dtype=stored, page_tokens=engine.page_size
+        )
+        return LoadedModel(
+            runnable=runnable,
+            backend=backend,
+            attention_specs=specs,
+            kv_sharing=owners,
+            prunes=runnable.prunes,
+            is_capturable=False,
+        )

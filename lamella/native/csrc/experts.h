@@ -1,0 +1,31 @@
+// The feed-forward part of a layer: one MLP, or experts.
+#pragma once
+
+#include "layer_linear.h"
+#include "routing.h"
+
+struct Mlp {
+    Linear gate_up_proj, down_proj;
+    Gate gate;
+};
+
+// Mirrored in native/experts.py.
+struct Experts {
+    Linear router;
+    Routing routing;
+    const Linear* gate_up_projs;  // [num_experts]
+    const Linear* down_projs;     // [num_experts]
+    Gate gate;
+    int64_t scales_input;      // whether a token's weight multiplies what the expert takes, else what it gives
+    const Mlp* shared;         // null: none
+    const Linear* shared_gate; // one output; null: no gate
+};
+
+// gate_up [num_rows][2 * width], gate first -> out [num_rows][width].
+static inline void apply_gate(const Gate& gate, const float* gate_up, int64_t num_rows, int64_t width, float* out) {
+    if (gate.limit > 0.0f) return lamella_gated_clamped(&gate, gate_up, 2 * width, num_rows, width, out);
+    (gate.is_silu ? lamella_gated_silu : lamella_gated_gelu_tanh)(gate_up, 2 * width, num_rows, width, out);
+}
+
+// x [num_rows][width] -> out [num_rows][width]; num_rows is 1 or more. The router reads `routed`, which is as x.
+void run_experts(const Experts& experts, const float* x, const float* routed, int64_t num_rows, float* out);
