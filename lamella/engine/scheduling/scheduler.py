@@ -253,7 +253,8 @@ class Scheduler:
         return not (self._must_wait or self._restarted or self.rows.has_penalties)
 
     def _begin_outgrown_anew(self, reached: Reached) -> bool:
-        """Send requests that have become long texts to the queue. False: not before the step in flight is processed."""
+        """Send requests that have become long texts back to the queue, to begin anew. Returns False where that must
+        wait until the step in flight is processed."""
         outgrown = self._long_texts.outgrown(self.rows, self.running, reached.num_tokens)
         if outgrown and self._planned:
             self._must_wait = True

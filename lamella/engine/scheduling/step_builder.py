@@ -19,8 +19,8 @@ def build_step_plan(
     is_long_text: np.ndarray | None = None,
 ) -> StepPlan:
     """scheduled: int64 [R], the rows of the step, those with one new token first. num_new: int64 [R], how many tokens
-    each computes, from the position where it is when all steps planned before have run. A plan holds until two more
-    have been built.
+    each computes, from the position where it is when all steps planned before have run. is_long_text: bool [R], see
+    LongTexts; None: no row has a long text. A plan holds until two more have been built.
     """
     num_requests = len(scheduled)
     num_computed = reached.num_computed[scheduled]

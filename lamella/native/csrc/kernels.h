@@ -8,13 +8,13 @@ constexpr int64_t PARALLEL_FLOATS = 16384;  // element-wise work on fewer takes 
 
 struct Batch;  // attention.cpp
 
-// An activation of the gate, times up, with bounds. Mirrored in native/elementwise.py.
+// How a gate and up become one, activation(gate) * up, with bounds. Mirrored in native/elementwise.py.
 struct Gate {
     int64_t is_silu;           // else gelu_tanh
     float limit;               // up lies in [-limit, limit], and the gate is at most that; 0: no bounds
-    int64_t limits_activated;  // whether the gate is bounded behind the activation, else before it
+    int64_t limits_activated;  // whether the gate is bounded after its activation, else before
     float slope;               // of silu: g sigmoid(slope g)
-    float up_offset;           // added to up behind its bounds
+    float up_offset;           // added to up after it is bounded
 };
 
 // Mirrored by `RopeInput` in native/attention.py.
