@@ -55,3 +55,7 @@ def test_what_is_refused():
     check_refused("Llama4", "no_rope_layers", no_rope_layers=[1, 0])
     check_refused("Llama4", "attention_chunk_size", attention_chunk_size=None, layer_types=["chunked_attention"] * 48)
     check_refused("Llama4", "moe_layers", moe_layers=[48])
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    check_refused("Llama4", "use_qk_norm", rope_parameters=yarn, use_qk_norm=True)
+    parsed("Llama4", rope_parameters=yarn, use_qk_norm=False)
+    parsed("Llama4", rope_parameters={**yarn, "attention_factor": 1.0}, use_qk_norm=True)
