@@ -30,6 +30,8 @@ def opened(model: str, **arguments):
     return open_model(path, model_impl="transformers", **arguments)
 
 
+@pytest.mark.slow  # reading the file by transformers' code takes half a minute
+@pytest.mark.timeout(1800)
 def test_a_short_prompt_gives_transformers_tokens():
     shortest = min(cases_of("demo:smollm2-135m"), key=lambda case: len(case.prompt_token_ids))
     seen: list[object] = []
