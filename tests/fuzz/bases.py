@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.fuzz.families import write_family_bases
 from tests.helpers.tiny_gemma import CHAT_TEMPLATE, save_tiny_gemma
 from tests.helpers.tiny_gguf import save_tiny_gguf
 
@@ -12,7 +13,8 @@ NUM_LAYERS = 2
 
 
 def write_bases(base: Path) -> None:
-    """A folder "hf" with weights in shards, and a folder "gguf" with the same model as one file."""
+    """A folder "hf" with weights in shards, a folder "gguf" with the same model as one file, and those of families."""
+    write_family_bases(base)
     folder = base / "hf"
     folder.mkdir(parents=True)
     model = save_tiny_gemma(

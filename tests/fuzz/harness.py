@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.bases import write_bases
-from tests.fuzz.mutations import FORMATS
+from tests.fuzz.mutations import format_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_WORKERS = 2
@@ -146,7 +146,7 @@ def run_mutants(
                         worker.heard(message, load_seconds, blocked_seconds)
                         if "outcome" in message:
                             number = message["number"]
-                            outcomes[FORMATS[number % len(FORMATS)], message["outcome"]] += 1
+                            outcomes[format_of(number), message["outcome"]] += 1
                             if message["problem"]:
                                 failures[number] = f"({worker.note}): {message['problem']}"
                         if "outcome" in message or "ready" in message:

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 FORMATS = ("config", "tokenizer", "index", "safetensors", "gguf")
+# Of further families, by folders of their names: mutants from FIRST_FAMILY_NUMBER on.
+FAMILY_FORMATS = ("mxfp4", "rope", "backend", "expert_gguf")
+FIRST_FAMILY_NUMBER = 100_000
 _FILES = {
     "config": ("config.json", "config.json", "generation_config.json"),
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
@@ -41,15 +44,23 @@ class Mutant:
     note: str
 
 
+def format_of(number: int) -> str:
+    formats = FORMATS if number < FIRST_FAMILY_NUMBER else FAMILY_FORMATS
+    return formats[number % len(formats)]
+
+
 def make_mutant(base: Path, number: int, folder: Path) -> Mutant:
     """Write mutant `number` of the model in `base` to the new folder `folder`.
 
-    base: has a folder "hf" (safetensors in two shards) and a folder "gguf". Files that are not changed are linked.
+    base: has a folder "hf" (safetensors in two shards), a folder "gguf", and a folder for each of FAMILY_FORMATS. Files
+    that are not changed are linked.
     """
     rng = random.Random(number)
-    kind = FORMATS[number % len(FORMATS)]
-    source = base / ("gguf" if kind == "gguf" else "hf")
-    if kind == "safetensors":
+    kind = format_of(number)
+    source = base / (kind if kind in ("gguf", *FAMILY_FORMATS) else "hf")
+    if kind in FAMILY_FORMATS:
+        name = "model.gguf" if kind == "expert_gguf" else rng.choice(("config.json", "model.safetensors"))
+    elif kind == "safetensors":
         name = rng.choice(sorted(path.name for path in source.glob("*.safetensors")))
     else:
         name = rng.choice(_FILES[kind])
@@ -71,9 +82,9 @@ def remove_mutant(mutant: Mutant) -> None:
 
 
 def _change(rng: random.Random, kind: str, name: str, data: bytes) -> tuple[bytes, str]:
-    if kind == "safetensors":
+    if name.endswith(".safetensors"):
         return _change_safetensors(rng, data)
-    if kind == "gguf":
+    if name.endswith(".gguf"):
         return _change_gguf(rng, data)
     if name.endswith(".jinja"):
         return _change_bytes(rng, data, len(data))

@@ -21,12 +21,15 @@ import numpy as np
 import torch
 
 from lamella.engine.config import EngineConfig
+from lamella.engine.engine import Engine
 from lamella.engine.model_setup import LoadedEngine, load_engine
+from lamella.engine.sampling_params import SamplingParams
 from lamella.errors import CapacityError, ModelLoadError, RequestError
-from tests.fuzz import oracle, planted
-from tests.fuzz.mutations import Mutant, make_mutant, remove_mutant
+from tests.fuzz import families, oracle, planted
+from tests.fuzz.mutations import FAMILY_FORMATS, Mutant, make_mutant, remove_mutant
 
 MAX_GROWTH_BYTES = 1 << 30
+MAX_DIFFERENCE = 1e-3  # of log-probabilities; rounding makes less than 1e-4
 
 
 class Checker:
@@ -40,6 +43,10 @@ class Checker:
         # What is loaded at the first use is no growth.
         for name in ("hf", "gguf/model.gguf"):
             self._load(base / name)
+        for name in FAMILY_FORMATS:
+            mutant = Mutant(-1, name, base / name, "not changed")
+            problem = self._wrong(mutant, self._load(model_path(name, base / name)))
+            assert problem is None, f"{name}, not changed: {problem}"
         self._gguf_fields = oracle.GgufFile(base / "gguf" / "model.gguf").tokenizer_fields()
         self._gguf_ids = oracle.gguf_ids(base / "gguf" / "model.gguf")
         self._folder_answers = {name: read(base / "hf") for name, read in _FOLDER_READERS.items()}
@@ -55,7 +62,7 @@ class Checker:
         try:
             if fault in planted.BEFORE:
                 planted.BEFORE[fault]()
-            loaded = self._load(mutant.folder / "model.gguf" if mutant.format == "gguf" else mutant.folder)
+            loaded = self._load(model_path(mutant.format, mutant.folder))
         except (ModelLoadError, CapacityError) as error:
             refusal = f"{type(error).__name__}: {error}"
         except BaseException as error:
@@ -72,24 +79,26 @@ class Checker:
         remove_mutant(mutant)
 
     def _load(self, path: Path) -> LoadedEngine:
-        cache = self._scratch / "cache"
         try:
-            return load_engine(
-                EngineConfig(
-                    model=str(path),
-                    kv_cache_memory_bytes=4 << 20,
-                    max_model_len="auto",
-                    attention_backend="torch",
-                    device="cpu",
-                    cache_dir=str(cache),
-                )
-            )
+            return load_engine(self._config(path))
         finally:
-            shutil.rmtree(cache, ignore_errors=True)
+            shutil.rmtree(self._scratch / "cache", ignore_errors=True)
+
+    def _config(self, path: Path) -> EngineConfig:
+        return EngineConfig(
+            model=str(path),
+            kv_cache_memory_bytes=4 << 20,
+            max_model_len="auto",
+            attention_backend="torch",
+            device="cpu",
+            cache_dir=str(self._scratch / "cache"),
+        )
 
     def _wrong(self, mutant: Mutant, loaded: LoadedEngine) -> str | None:
         """What of a loaded model is not what other readers find in the same files."""
         try:
+            if mutant.format in FAMILY_FORMATS:
+                return _different_scores(mutant, loaded, self._config(model_path(mutant.format, mutant.folder)))
             return self._first_difference(mutant, loaded)
         except Exception as error:
             return f"loaded, but another reader refuses: {type(error).__name__}: {error!s:.200} at {where(error)}"
@@ -158,6 +167,10 @@ def _same(*values: int) -> Any:
     return values[0] if len(set(values)) == 1 else values
 
 
+# The oracle's name -> ours.
+_RENAMED = {"rms_norm_eps": "norm_eps"}
+
+
 def _different_config(found: Any, wanted: dict[str, Any]) -> str | None:
     for name, value in wanted.items():
         if name == "layers":
@@ -166,7 +179,7 @@ def _different_config(found: Any, wanted: dict[str, Any]) -> str | None:
             each = {_OF_EVERY_LAYER[name](layer) for layer in found.layers}
             ours = next(iter(each)) if len(each) == 1 else each
         else:
-            ours = getattr(found, name)
+            ours = getattr(found, _RENAMED.get(name, name))
         if ours != value:
             return f"{name} is {ours}, wanted {value}"
     return None
@@ -191,6 +204,47 @@ def _different_weights(loaded: LoadedEngine, wanted: dict[str, np.ndarray]) -> s
     for name, values in wanted.items():
         if values.shape != found[name].shape or not np.array_equal(values, found[name], equal_nan=True):
             return f"{name} has other values"
+    return None
+
+
+def model_path(kind: str, folder: Path) -> Path:
+    return folder / "model.gguf" if "gguf" in kind else folder
+
+
+class _Ready(Engine):
+    """An engine of what was loaded before."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedEngine) -> None:
+        self._ready = loaded
+        super().__init__(config)
+
+    def _load(self, shows_progress: bool) -> LoadedEngine:
+        return self._ready
+
+
+def _different_scores(mutant: Mutant, loaded: LoadedEngine, config: EngineConfig) -> str | None:
+    """Of the likeliest tokens after a prompt, and after one token more."""
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=8)
+    engine = _Ready(config, loaded)
+    try:
+        engine.add_request("0", {"prompt_token_ids": families.PROMPT}, params)
+    except (CapacityError, RequestError):
+        return None  # a model of shorter texts or fewer tokens
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    (completion,) = outputs[-1].outputs
+    tokens = [*families.PROMPT, *completion.token_ids]
+    if completion.finish_reason == "error":
+        tokens.append(families.PROMPT[0])
+    wanted = families.expected_scores(mutant.format, mutant.folder, tokens, max(1, len(completion.token_ids)))
+    if completion.finish_reason == "error":
+        return f"no token: {completion.stop_reason}" if torch.isfinite(wanted).all() else None
+    for row, scores in zip(completion.logprobs, wanted, strict=True):
+        for token, entry in row.items():
+            score = float(scores[token])
+            if not abs(entry.logprob - score) < MAX_DIFFERENCE * max(1.0, abs(score)):
+                return f"the log-probability of {token} is {entry.logprob}, wanted {score}"
     return None
 
 

@@ -77,11 +77,17 @@ def row(architecture: Architecture) -> tuple[str, ...]:
         *cells,
         "; ".join(dict.fromkeys(map(spec_text, architecture.layers))),
         ", ".join(runs_by) or "not run",
-        "exact" if architecture.model_type in RANDOM_MODELS and runs_by else "-",
+        "exact" if runs_by and has_random_model(architecture.model_type) else "-",
         *(f"{value:,}" for value in kv_bytes),
         f"{uniform_bytes_per_token(owned_specs(architecture)):,}",
         *(flops_text(architecture, context) for context in CONTEXTS),
     )
+
+
+def has_random_model(model_type: str) -> bool:
+    """Of its own, or as the text model of another."""
+    texts = [model.get("text_config", {}).get("model_type") for model in RANDOM_MODELS.values()]
+    return model_type in RANDOM_MODELS or model_type in texts
 
 
 def is_native(model_type: str) -> bool:

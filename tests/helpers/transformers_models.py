@@ -35,6 +35,8 @@ _EXPERTS: dict[str, Any] = {
 }
 _ALTERNATE: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"] * 2, **_SLIDES}
 _VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+_PROJECTOR = {"out_hidden_size": 32, "projector_hidden_size": 32}
+_AUDIO = {"hidden_sizes": [16] * 4, "depths": [1] * 4, "out_hidden_size": 64}
 _LAYER_INPUTS = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
 
 # model_type -> what its config has besides; at least two periods of its pattern.
@@ -76,6 +78,11 @@ RANDOM_MODELS: dict[str, dict[str, Any]] = {
         "global_head_dim": 32,
         "use_double_wide_mlp": True,
     },
+    "gemma4_unified_text": {
+        **_SLIDES,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "per_layer_config": {"01": {"head_dim": 32}, "03": {"head_dim": 32}},
+    },
     "glm4": {},
     "gpt_oss": {**_SLIDES, **_EXPERTS},
     "granite": {"attention_multiplier": 0.2},
@@ -113,6 +120,31 @@ RANDOM_MODELS: dict[str, dict[str, Any]] = {
     "ministral3": {**_SLIDES},
     "mistral": {**_SLIDES},
     "mixtral": {**_SLIDES, **_EXPERTS},
+    "modernbert-decoder": {
+        "local_attention": 2 * WINDOW,
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 4,  # not a field of it: all its heads have keys of their own
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+    },
+    "muse_glimmer": {
+        "text_config": {"model_type": "muse_glimmer_text", **_SIZES, **_SLIDES, "num_hidden_layers": 8},
+        "vision_config": _VISION,
+        **_PROJECTOR,
+    },
+    "muse_spark": {
+        "text_config": {
+            "model_type": "muse_spark_text",
+            **_SIZES,
+            **_SLIDES,
+            **_EXPERTS,
+            "num_hidden_layers": 8,
+            "moe_hidden_size": 32,
+        },
+        "vision_config": _VISION,
+        "audio_config": _AUDIO,
+        **_PROJECTOR,
+    },
     "nanochat": {},
     "olmo2": {},
     "olmo3": {**_SLIDES, "num_hidden_layers": 8},

@@ -34,6 +34,7 @@ from lamella.model_executor.models.transformers_backend.text_config import (
     TransformersConfig,
     class_for,
     read_configs,
+    refuse_without_class,
     served_config,
 )
 from lamella.model_executor.models.transformers_backend.text_model import TransformersModel
@@ -67,6 +68,7 @@ def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> C
     if header is not None:
         refuse_unread_metadata(header, text_config)
     try:
+        refuse_without_class(config, text_config)
         declared = declared_layers(text_config)
         run_by = class_for(config, text_config)  # imports the model's code, so it comes after what is quicker
         name = run_by.model_class.__name__

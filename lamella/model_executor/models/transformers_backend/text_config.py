@@ -70,6 +70,17 @@ def class_for(config: Any, text_config: Any) -> RunBy:
 
     Raises ModelLoadError where transformers has none that generates text.
     """
+    classes, described = _classes_of(config, text_config)
+    return RunBy(classes[type(described)], described, text_config)
+
+
+def refuse_without_class(config: Any, text_config: Any) -> None:
+    """`class_for`'s error, without importing what it would return."""
+    _classes_of(config, text_config)
+
+
+def _classes_of(config: Any, text_config: Any) -> tuple[Any, Any]:
+    """transformers' table of classes, and the config, of the two, that is in it."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -80,7 +91,7 @@ def class_for(config: Any, text_config: Any) -> RunBy:
         (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config),
     ):
         if type(described) in classes:
-            return RunBy(classes[type(described)], described, text_config)
+            return classes, described
     raise ModelLoadError(
         f"transformers has no class of model_type {shown(text_config.model_type)} that generates text from tokens"
     )
