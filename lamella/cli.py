@@ -43,7 +43,17 @@ SAMPLING_GROUPS = {
     "What the output holds": ["skip_special_tokens", "include_stop_str_in_output", "detokenize", "logprobs"],
 }
 ENGINE_GROUPS = {
-    "The model": ["model", "tokenizer", "load_format", "dtype", "quantization", "device", "cache_dir", "seed"],
+    "The model": [
+        "model",
+        "tokenizer",
+        "load_format",
+        "model_impl",
+        "dtype",
+        "quantization",
+        "device",
+        "cache_dir",
+        "seed",
+    ],
     "Memory and how much runs at once": [
         "max_model_len",
         "max_num_seqs",

@@ -145,8 +145,8 @@ def attend(
 
     query [T, num_heads, k_dim], key [T, num_kv_heads, k_dim], value [T, num_kv_heads, v_dim] ->
     [T, num_heads, v_dim]. key and value None: the layer has no KV of its own, and `cache` is that of an earlier layer
-    which has written this step's tokens. queries: the metadata of the tokens that `query` is of, where K and V are of
-    more. Raises InvariantError where only one of K and V is given, or not one query for each token.
+    which has written this step's tokens. queries: the metadata of the tokens in `query`, where K and V are of more
+    tokens. Raises InvariantError where only one of K and V is given, or `query` has not one row for each token.
     """
     if (key is None) != (value is None):
         raise InvariantError("attention got only one of K and V; pass both, or neither for a layer that shares KV")

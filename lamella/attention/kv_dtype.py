@@ -15,8 +15,8 @@ FP8_MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 
 def to_kv_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x as pages of `dtype` keep it: rounded to nearest, in 8 bits at most the largest finite number of the format.
-    NaN stays NaN."""
+    """x as pages of `dtype` keep it, rounded to nearest. In 8 bits, what is too large becomes the largest finite number
+    of the format. NaN stays NaN."""
     if dtype in FP8_MANTISSA_BITS:
         largest = torch.finfo(dtype).max
         x = x.float().clamp(-largest, largest)

@@ -24,18 +24,18 @@ class AttentionMetadata:
     (one or more new tokens after any prior context). New token j of request i has position
     seq_lens[i] - query_lens[i] + j.
 
-    block_tables: int64 [rows, width], where device kernels read. Of request i it is line table_rows[i], and the page of
-    block b is in column (b - first_blocks[i]) % width; -1 is the null page (never read). On a device these are the
-    tables of all rows, which stay from step to step (first_blocks is 0, and lines of a windowed group wrap around); on
-    a CPU the host's. A line covers every block that the request's queries can see.
+    block_tables: int64 [rows, width], the tables that device kernels read. Request i has line table_rows[i], and the
+    page of its block b is in column (b - first_blocks[i]) % width; -1 is the null page (never read). On a device these
+    are the tables of all rows, which stay from step to step: first_blocks is 0, and the lines of a windowed group wrap
+    around. On a CPU they are the host's tables. A line covers every block that the request's queries can see.
     first_keys: int64 [R], the lowest position of request i that has KV in this group, 0 unless the request resumed
     without the keys of its window: a query at q sees only keys >= max(first_visible(q), first_keys[i]). Never above
     the first new position, so that each query sees itself at least.
     slot_mapping: int64 [T], page_id * page_tokens + offset of each new token, -1: write nowhere.
     *_host: NumPy arrays for code that must branch on them. block_tables_host is by request, int64 [R, width], and row i
     column j is the page of block first_blocks_host[i] + j; the others have the tensors' values.
-    parts: what of_tokens gave, by the bytes of its tokens. memo: what backends work out from the rest once and read
-    again in the group's other layers. Both are empty in metadata that a step is made with, and go with it.
+    parts: results of of_tokens, by the bytes of its argument. memo: what backends work out from this metadata once and
+    read again in the group's other layers. Both are empty when the metadata is made, and are let go with it.
     """
 
     page_tokens: int
@@ -61,7 +61,7 @@ class AttentionMetadata:
 
     def of_tokens(self, tokens: np.ndarray) -> AttentionMetadata:
         """The same context with only some of the new tokens (int64 [n], ascending): each run of neighbours in a request
-        becomes a request of its own, which ends with the last of them. Made once for the same tokens."""
+        becomes a request of its own, which ends with the last of them. The same tokens give the same object again."""
         key = tokens.tobytes()
         found = self.parts.get(key)
         if found is None:

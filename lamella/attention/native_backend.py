@@ -63,8 +63,8 @@ def native_supports(spec: KVCacheSpec, dtype: torch.dtype, page_tokens: int) -> 
 class NativeBackend:
     """Bit for bit the same result for a row whatever the batch, the chunk, the page size and the threads.
 
-    float32 on the CPU. A query costs the keys that it sees, rounded up to 16. What depends on the metadata alone is
-    kept in `metadata.memo` for the group's other layers.
+    float32 on the CPU. The cost of a query is the number of keys that it sees, rounded up to 16. What depends on the
+    metadata alone is kept in `metadata.memo` for the group's other layers.
     """
 
     name = "native"
@@ -82,7 +82,7 @@ class NativeBackend:
         unit_bytes: int,
         offset_bytes: int,
     ) -> NativeLayerCache:
-        """See AttentionBackend.layer_cache. Raises ConfigError for what `native_supports` gives a reason against."""
+        """See AttentionBackend.layer_cache. Raises ConfigError where `native_supports` says why not."""
         reason = native_supports(spec, dtype, page_tokens)
         if reason is not None:
             raise ConfigError(f"attention_backend='native' can't be used: {reason}; 'torch' would work")
@@ -215,7 +215,8 @@ def paged_layer(params: AttentionParams, cache: LayerCache, weights: DecoderWeig
 
 
 def _batch(params: AttentionParams, metadata: AttentionMetadata, start: int, stop: int) -> Batch:
-    """Requests [start, stop), tiled for such a layer. The metadata holds its arrays."""
+    """Requests [start, stop), tiled for a layer with these params. The memo keeps the arrays that the batch points
+    to."""
     key, batches = (params.spec, params.num_heads, start, stop), metadata.memo.native_batches
     held = batches.get(key)
     if held is None:

@@ -10,8 +10,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class PackedKeys:
-    """mask: over the queries of some requests and the keys that they see, one block behind the other, without gaps.
-    Key i is token `offsets[i]` of page `page_ids[i]`; both int64 [num_keys], on the device."""
+    """mask: a mask of xformers over the queries of some requests and the keys that they see, block after block without
+    gaps. Key i is token `offsets[i]` of page `page_ids[i]`; both int64 [num_keys], on the device."""
 
     mask: Any
     page_ids: torch.Tensor

@@ -10,7 +10,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class WriteTargets:
-    """tokens: which have a slot (int64 [n]), None: all. Token by token, the page and the place in it."""
+    """tokens: int64 [n], the tokens that have a slot; None: all have one. For each of them, page_ids has its page and
+    offsets its place in the page."""
 
     tokens: torch.Tensor | None
     page_ids: torch.Tensor  # int64 [n]
@@ -41,7 +42,7 @@ class DecodePlan:
     order: torch.Tensor  # int64 [num_decodes], the rows in the order of the batches
     rank: torch.Tensor  # int64 [num_decodes], where each row is in `order`
     batches: tuple[DecodeBatch, ...]
-    max_pages: int  # in one piece, of all its requests
+    max_pages: int  # most pages of a piece, those of all its requests together
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import torch
 
 
 def attention_weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(softmax of scores [..., n]; what each row keeps of it beside the sinks, [..., 1], or None).
+    """Returns (softmax of scores [..., n]; the share of it that is left to each row beside its sink, [..., 1], or None
+    without sinks).
 
     A sink only widens the denominator: exp(s) / (sum + exp(sink)) is the plain softmax times
     sum / (sum + exp(sink)) = sigmoid(log sum - sink), which is applied to the small output instead.

@@ -25,14 +25,15 @@ Operator = Callable[..., torch.Tensor]
 
 
 class XformersBackend:
-    """Gathers the keys that a batch sees, a window's only in a sliding layer, and attends under a block-diagonal mask;
-    decodes on pages as they lie where the layer's layout allows it (`pages_per_id`).
+    """Gathers the keys that a batch sees, in a sliding layer only those of the window, and attends under a
+    block-diagonal mask. Decodes read pages in place where the layer's layout allows it (`pages_per_id`).
 
-    What xformers cannot express, and the writing of K and V, is left to `other`; the log says once per reason what it
-    was. A value that is no number reaches every query of its request's prefill, not only those that see it. Neither
-    the number of keys nor the mask is the same from step to step, so no CUDA graph can hold a call.
+    What xformers cannot express is left to `other`, as is the writing of K and V; the log says each reason once. A
+    value that is not a number reaches every query of its request's prefill, not only those that see it. The number of
+    keys and the mask change from step to step, so no CUDA graph can hold a call.
 
-    operator: in place of `memory_efficient_attention_forward`. other: in place of TritonBackend.
+    operator: what to call in place of `memory_efficient_attention_forward`. other: what to use in place of
+    TritonBackend.
     """
 
     name = "xformers"
@@ -223,10 +224,10 @@ def inexpressible(params: AttentionParams, cache: LayerCache) -> str | None:
 def pages_per_id(cache: LayerCache) -> int | None:
     """How many pages of K lie between two page ids, where xformers can read pages in place; None where not.
 
-    Its paged masks see K, and V likewise, as one array of pages without gaps, both with the same table. K and V of a
-    page have equal sizes and lie side by side with other layers', so this works where the unit is a whole number of
-    such pages: then the array is the arena itself, from the layer's first page on, and the table counts in steps of
-    that size.
+    Its paged masks take K as one array of pages without gaps, and V likewise, both with the same table. In the arena, K
+    and V of a page lie beside those of other layers. So this works where K and V of a page have equal sizes and a unit
+    is a whole number of them. Then the array is the arena itself, from the layer's first page on, and the table counts
+    in steps of that size.
     """
     _, page_tokens, _, dim = cache.keys.shape
     page_elements = cache.keys[0].numel()
@@ -239,8 +240,8 @@ def pages_per_id(cache: LayerCache) -> int | None:
 
 
 def page_rows(pages: torch.Tensor) -> torch.Tensor:
-    """K or V [num_ids, page_tokens, heads, dim] as every row from the first page on, [num_rows, heads, dim]: what is
-    not this layer's, too."""
+    """K or V [num_ids, page_tokens, heads, dim] as all rows of the arena from the first page on, [num_rows, heads,
+    dim]. Rows that are not this layer's are among them."""
     num_ids, page_tokens, num_heads, dim = pages.shape
     row = num_heads * dim
     num_rows = (num_ids - 1) * (pages.stride(0) // row) + page_tokens

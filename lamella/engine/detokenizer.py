@@ -49,7 +49,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None
-        self._token_ids: list[int] = []  # tokens that are part of the text: no end token that is left out
+        self._token_ids: list[int] = []  # tokens whose text counts: without an end token that is left out
         self._num_tokens = 0
         self._given: list[str] = []  # what take_delta has returned
         self._num_given = 0

@@ -64,7 +64,7 @@ class EngineStats:
 
 
 class _Books(enum.Enum):
-    """In what state requests and cache are, which decides how an exception is recovered from (docs/failures.md)."""
+    """The state of requests and cache. It decides how the engine recovers from an exception (docs/failures.md)."""
 
     SETTLED = "settled"  # between calls: nothing is under way
     PLANNED = "planned"  # steps are planned, nothing else has changed: `Scheduler.roll_back` undoes them
@@ -444,8 +444,8 @@ class Engine:
         return loaded
 
     def _require_settled(self) -> LoadedEngine:
-        """What calls begin with that change something. Where another exception interrupted the recovery from one, the
-        recovery is completed here first."""
+        """Every call that changes something begins with this. Where an exception interrupted the recovery from an
+        earlier one, the recovery is completed here first. Raises EngineClosedError."""
         loaded = self._require_open()
         if self._books is not _Books.SETTLED:
             self._recover(loaded)

@@ -13,10 +13,10 @@ from lamella.model_executor.runner import LaunchedStep, ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class EngineInspection:
-    """What an open engine is made of, as it is, not copies. To be looked at: what is changed here, no contract covers.
-    Who keeps it keeps the engine's memory.
+    """The parts of an open engine themselves, not copies. They are for reading only: no contract covers what is changed
+    through them. As long as this object is kept, the engine's memory is not freed.
 
-    launched: steps that are in flight, oldest first, when it was asked for.
+    launched: the steps that were in flight when this object was made, oldest first.
     """
 
     layout: KVLayout

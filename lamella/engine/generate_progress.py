@@ -42,7 +42,7 @@ class _Nothing:
 
 
 class _Finished:
-    """Of the requests that have finished: how many there are, and the tokens of their prompts and outputs."""
+    """Totals over the requests that have finished: how many there are, and the tokens of their prompts and outputs."""
 
     def __init__(self) -> None:
         self.num_prompts = self.num_in = self.num_out = 0

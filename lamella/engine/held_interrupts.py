@@ -18,7 +18,7 @@ class HeldInterrupts:
     """Holds an interrupt back only in the main thread, and only where SIGINT has Python's own handler; elsewhere `run`
     just does the work. A handler that somebody else set is never touched.
 
-    Whoever interrupts a second time does not want to wait: that is raised at once, in place of the first.
+    A second interrupt is raised at once, in place of the first: whoever interrupts twice does not want to wait.
     """
 
     def __init__(self) -> None:
@@ -31,8 +31,8 @@ class HeldInterrupts:
             return work()
         if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, self._own):
             return work()
-        # An interrupt before the next line is over is raised here, with nothing changed; one that comes when it is over
-        # meets `_note`.
+        # Until the next line has set the handler, an interrupt is raised here, with nothing changed. After it, `_note`
+        # handles interrupts.
         signal.signal(signal.SIGINT, self._own)
         try:
             work()

@@ -53,7 +53,7 @@ class LLM:
         engine_arguments.setdefault("scheduling_policy", "prefix")
         self.engine = Engine(EngineConfig(model=model, **engine_arguments), shows_progress=use_tqdm_on_load)
         self._next_id = itertools.count()
-        self._ids: list[str] = []  # requests of a call of `generate` that may not have ended them
+        self._ids: list[str] = []  # requests of a `generate` that has not ended them yet
         self._turns = Turns()
 
     @classmethod

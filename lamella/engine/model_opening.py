@@ -38,7 +38,7 @@ ServedConfig = ModelConfig | TransformersConfig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """attention_specs: what each layer sees. kv_sharing: layer -> the layer whose KV it reads. prunes: as for
-    ModelRunner."""
+    ModelRunner. is_capturable: whether its decode steps can be captured as CUDA graphs."""
 
     runnable: RunnableModel
     backend: AttentionBackend

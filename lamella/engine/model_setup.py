@@ -242,7 +242,8 @@ def _size_memory(
 
 
 def _checked_memory_bytes(memory_bytes: int | None, device: torch.device) -> int | None:
-    """kv_cache_memory_bytes, refused before tables are made for pages that no memory could hold."""
+    """kv_cache_memory_bytes as it was given. Raises CapacityError where the device has less, before tables are made for
+    pages that it could not hold."""
     total_bytes = total_memory_bytes(device) if memory_bytes is not None else 0
     if memory_bytes is not None and memory_bytes > total_bytes:
         raise CapacityError(

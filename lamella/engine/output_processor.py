@@ -1,8 +1,8 @@
 """From sampled tokens to what the user sees: text, stop strings, RequestOutputs.
 
 What is *kept* of each request (its tokens, how it ended, what was given out) is the truth, and all else can be made
-anew from it. First everything is computed that follows from a step's tokens; until that is done they can be undone.
-Then they are kept all at once. What is left to do after that only stores results, and is done again if it was
+anew from it. First, everything that follows from a step's tokens is computed; until that is done, the tokens can be
+undone. Then all of it is kept at once. What remains after that only stores results, and is simply done again if it was
 interrupted.
 """
 
@@ -211,10 +211,11 @@ class OutputProcessor:
         return True
 
     def settle(self, *, restores: bool) -> None:
-        """After an exception: store what was found, or, if nothing was, go back to what is kept.
+        """After an exception: finish storing the results of a step, if there are any; else go back to what is kept.
 
-        restores: tokens may have been given to requests that were not processed, or requests are not where they say.
-        They all go back to what is kept. If this is interrupted, it must be called again before anything else."""
+        restores: let all requests go back to what is then kept in either case, because they may have tokens that were
+        not processed, or rows that they are not in. If this is interrupted, it must be called again before anything
+        else."""
         self._finish_finding()
         if self._is_open or restores:
             for conversation in self._conversations.values():

@@ -60,7 +60,8 @@ def translate(
     error: type[LamellaError],
     none_is_default: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """`keywords` with vLLM's arguments dropped or renamed, and those at None dropped for which None means the default.
+    """`keywords` with vLLM's arguments dropped or renamed. Arguments that are None are dropped where None means the
+    default (`none_is_default`).
 
     owner: the callable's name. known: the names of its own arguments. Raises TypeError for an unknown name, with the
     known one it is like; UnsupportedArgumentError for an argument of vLLM's that asks for what is not here; `error`

@@ -56,7 +56,7 @@ _TOKENIZATION = absent(
 )
 _NO_MEDIA = "prompts are text or token ids: there are no images, sound or embeddings"
 
-# Of LLM.generate, and of LLM.chat too.
+# Arguments of LLM.generate, which LLM.chat takes as well.
 GENERATE_ARGUMENTS: dict[str, Absent] = {
     **_LORA,
     **_PRIORITY,
@@ -70,7 +70,7 @@ CHAT_ARGUMENTS: dict[str, Absent] = {
     **absent("what the template is made for is found out from the template", chat_template_content_format=("auto",)),
 }
 
-# Of LLMEngine.add_request.
+# Arguments of LLMEngine.add_request.
 ADD_REQUEST_ARGUMENTS: dict[str, Absent] = {
     **_LORA,
     **_PRIORITY,

@@ -1,4 +1,4 @@
-"""Who has which page. Slabs are lent to groups; pages of a slab are handed out one by one.
+"""Which pages are in use, and by which group. Slabs are lent to groups; pages of a slab are handed out one by one.
 
 Slab 0 is never lent: it is the null range, zeros that a kernel may read in place of a page that a
 request does not have. On the host the null page is NULL_PAGE.
@@ -41,7 +41,7 @@ class Arena:
         self.num_lent_slabs = [0] * num_groups
         self.slab_group = np.full(num_slabs, FREE, dtype=np.int16)
         self.slab_group[0] = RESERVED
-        self._slab_group_at = self.slab_group.data  # the same memory, one item at a time
+        self._slab_group_at = self.slab_group.data  # a view of the same memory whose items are plain ints
         self.num_used = [0] * num_groups
         self._free_slabs = list(range(num_slabs - 1, 0, -1))
         self._free_pages: dict[int, list[int]] = {}  # lent slab -> its free page ids
@@ -66,10 +66,11 @@ class Arena:
     def allocate(self, group: int, count: int, near_page: int = NULL_PAGE) -> list[int] | None:
         """Take `count` pages for `group`, all or none (None, and nothing changed).
 
-        Order: in a windowed group the slab of `near_page` (the asker's last page), then a free slab if the rest
-        would fill it, the fullest partly used slab of the group, a free slab. So slabs come free whole: a window's
-        pages stay together and are slid one after the other. A full group's pages all live as long as their request,
-        so there `near_page` would only keep young pages from filling the fullest slab, and is not used.
+        Pages come, in this order, from the slab of `near_page` (the last page of who asks; windowed groups only), from
+        free slabs as long as what is still missing fills one whole, from the fullest partly used slab of the group, and
+        from one more free slab. So slabs become free as a whole: a window's pages stay together and are slid one after
+        the other. A full group's pages all live as long as their request; there `near_page` is not used, for it would
+        only keep young pages from filling the fullest slab.
         """
         if count == 1:
             page = self.allocate_one(group, near_page)
@@ -99,7 +100,7 @@ class Arena:
         return pages
 
     def allocate_one(self, group: int, near_page: int = NULL_PAGE) -> int:
-        """What `allocate` takes for one page; NULL_PAGE where there is none."""
+        """Take one page by the same rule as `allocate`; NULL_PAGE, and nothing changed, where there is none."""
         slab = near_page // self.layout.slab_units if near_page != NULL_PAGE and self._is_windowed[group] else 0
         partial = self._partial[group]
         if slab and self._slab_group_at[slab] == group and self._free_pages[slab]:
@@ -119,7 +120,9 @@ class Arena:
         return page
 
     def free(self, group: int, page: int) -> None:
-        """Give back a page that `allocate(group, ...)` returned. An emptied slab returns to the arena."""
+        """Give back a page that `allocate(group, ...)` returned. An emptied slab returns to the arena.
+
+        Raises ValueError for a page that the group does not use."""
         slab = page // self.layout.slab_units
         is_lent = page != NULL_PAGE and slab < self.num_slabs and self._slab_group_at[slab] == group
         if not is_lent or page in self._free_pages[slab]:
@@ -134,7 +137,7 @@ class Arena:
             self._list(group, slab)
 
     def can_compact(self, group: int) -> bool:
-        """Whether `compact` finds moves for `group`, if no page is immovable."""
+        """Whether `compact` would find moves for `group` if no page were immovable."""
         return self.slab_quota is None and any(
             other != group and num_free >= pages_per_slab
             for other, (num_free, pages_per_slab) in enumerate(
@@ -145,22 +148,22 @@ class Arena:
     def compact(self, group: int, *, immovable: Iterable[int] = (), max_moved_share: float = 1.0) -> PageMoves | None:
         """Empty one partly used slab of another group, so that `group` can take it.
 
-        The pages in use there move into free pages of that group's other slabs. The slab chosen is the one with
-        the fewest bytes in use. Returns its moves, which are made already as far as the arena is concerned: the
-        caller puts each target in the place of its source wherever it is known, and copies the contents before
-        anything is written to a page allocated after this call. Sources and targets of one call are disjoint; a
-        later call may move a target on, so copies of several calls run in their order. None, and nothing changed:
-        there is no such slab, or slabs do not move between groups (`slab_quota`).
+        The slab chosen is the one with the fewest bytes in use. Its pages in use move into free pages of that group's
+        other slabs. Returns these moves. For the arena they are done already. The caller replaces each source by its
+        target wherever it has noted the page, and copies the contents before anything is written to a page that was
+        allocated after this call. Sources and targets of one call are disjoint. A later call may move a target again,
+        so the copies of several calls must run in the order of the calls. Returns None, with nothing changed, where
+        there is no such slab or slabs do not move between groups (`slab_quota`).
 
-        immovable: pages in use that must stay where they are; so do all pages of their slabs.
+        immovable: pages in use that must stay where they are; no slab that holds one of them is emptied.
         max_moved_share: most bytes to move per byte of the slab; what moves is always less than a slab.
 
-        Bound. Let a group b have p pages to a slab and f free pages in its partly used slabs. A slab with u pages
-        in use has p - u of the f; so the others have room for its u pages if and only if f >= p, whichever slab
-        it is. Hence after None (nothing immovable, max_moved_share 1), f <= p - 1 in every group but `group`: what
-        it cannot use is less than one slab per other group, and the `slab_waste` of the slabs that are lent. With
-        immovable pages, f <= p - 1 or every partly used slab of the group has one, so f <= n * (p - 1) for n slabs
-        that have any.
+        How much can stay unusable: let a group have p pages to a slab and f free pages in its partly used slabs. A slab
+        with u pages in use has p - u of those f. So the other slabs have room for its u pages if and only if f >= p,
+        whichever slab it is. When None was returned (with nothing immovable and max_moved_share 1), f <= p - 1
+        therefore holds in every group but `group`. So the memory that `group` cannot use is less than one slab for each
+        other group, and the `slab_waste` of the slabs that are lent. Where pages are immovable, either f <= p - 1, or
+        every partly used slab of the group holds such a page, so that f <= n * (p - 1) for n slabs that hold any.
         """
         if not self.can_compact(group):
             return None
@@ -199,7 +202,7 @@ class Arena:
         return {page for slab, pages in self._free_pages.items() if self.slab_group[slab] == group for page in pages}
 
     def _take(self, group: int, slab: int, most: int, into: list[int]) -> None:
-        """Move up to `most` free pages of an unlisted slab to `into`, and list the slab."""
+        """Move up to `most` free pages of a slab that is not listed to `into`, and list the slab."""
         free_pages = self._free_pages[slab]
         if most == 1:
             into.append(free_pages.pop())
@@ -209,7 +212,7 @@ class Arena:
         self._list(group, slab)
 
     def _lend_whole(self, group: int, num_slabs: int) -> list[int]:
-        """All pages of so many free slabs, taken."""
+        """Lend `num_slabs` free slabs to the group and take all of their pages, which are returned."""
         if num_slabs == 1:
             slab = self._free_slabs.pop()
             self._free_pages[slab] = []
@@ -225,7 +228,7 @@ class Arena:
         return [int(page) for page in pages.ravel()]
 
     def _lend_slab(self, group: int) -> int:
-        """A free slab for the group, unlisted."""
+        """Lend a free slab to the group. Its pages are free, and the caller lists it."""
         slab = self._free_slabs.pop()
         self._slab_group_at[slab] = group
         is_one_page = self._pages_per_slab[group] == 1
@@ -236,7 +239,7 @@ class Arena:
         return slab
 
     def _return_slab(self, group: int, slab: int) -> None:
-        """An unlisted slab of which no page is in use any more becomes free."""
+        """Make a slab free of which no page is in use any more, and which is on no list."""
         del self._free_pages[slab]
         self._slab_group_at[slab] = FREE
         self.num_lent_slabs[group] -= 1
@@ -248,12 +251,14 @@ class Arena:
         return range(first, first + spec.pages_per_slab * spec.page_units, spec.page_units)
 
     def _list(self, group: int, slab: int) -> None:
+        """Enter the slab among the group's partly used ones, if it has a free page."""
         num_free = len(self._free_pages[slab])
         if num_free:
             self._partial[group].setdefault(num_free, {})[slab] = None
             self._num_partial_pages[group] += num_free
 
     def _unlist(self, group: int, slab: int) -> None:
+        """Undo `_list`, before the number of the slab's free pages changes."""
         num_free = len(self._free_pages[slab])
         if num_free:
             bucket = self._partial[group][num_free]

@@ -3,16 +3,19 @@
     rows (RowTables)       which pages each running request has             data
     supply (PageSupply)    where pages come from and go: arena, compaction, eviction, copies
     chunks (ChunkPages)    pages that only the step needs which computes a chunk
-    windows (RowWindows)   what rows let go when it has left their windows, and leave for their ends
+    windows (RowWindows)   which pages rows let go once a window has moved on, and which they leave for their ends
     commits (RowCommits)   what rows give to the prefix tree, and which places to resume are kept
     occupancy              who moves into a row, and what it leaves behind
     finder (PromptFinder)  what need not be computed of a prompt
-    outlook                what a request more or less would mean for memory
-    tree (PrefixTree), arena (Arena), step pages (StepPages): what is cached, what is lent, what a step borrows
+    outlook                what one request more, or one less, would mean for memory
+    tree (PrefixTree)      what is cached
+    arena (Arena)          which memory is lent to which group
+    step pages (StepPages) what a step borrows for its own time
 
-A *row* is a running request's place; its life is begin, (grow, commit_ahead, plan_step, end_step, commit, slide)*,
-release. Token positions count from the prompt's first token. A step is planned, is in flight until it is processed
-(`end_step`), and may fail (`fail_steps`); one more may be planned *ahead*, while it is in flight.
+A *row* is a running request's place in all tables. Its life is begin, (grow, commit_ahead, plan_step, end_step, commit,
+slide)*, release. Token positions count from the prompt's first token. A step is first planned, then in flight until its
+results are taken in (`end_step`); it may fail (`fail_steps`). While it is in flight one more may be planned: *ahead*.
+docs/kv_cache.md has a glossary.
 """
 
 from __future__ import annotations
@@ -49,8 +52,8 @@ class BlockManager:
     """KV memory for up to `num_rows` running requests of up to `max_model_len` tokens each.
 
     What is public here is the whole contract; nobody outside of this package looks behind it. After each call the
-    invariants of `invariants.check` hold. An exception out of a call (but one that a method names) leaves anything:
-    then `clear`.
+    invariants of `invariants.check` hold. If a call raises what its docstring does not name, the state is undefined
+    until `clear`.
 
     layout, settings: what it was made with; they never change.
     """
@@ -91,7 +94,7 @@ class BlockManager:
         self._begin_empty(None)
 
     def _begin_empty(self, before: Inspection | None) -> None:
-        """Make all parts anew. before: those whose totals and stamps go on."""
+        """Make all parts anew. before: the parts they replace; totals and stamps go on from theirs. None: from 0."""
         layout, settings, replay = self.layout, self.settings, self._replay
         max_blocks = ceil_div(settings.max_model_len, layout.page_tokens)
         first_stamp = 0 if before is None else before.rows.next_stamp
@@ -129,66 +132,73 @@ class BlockManager:
         self._gathered = GatheredTables(rows)
         self._chunks, self._windows, self._commits = chunks, windows, commits
         self._rows, self._tree, self._supply = rows, tree, supply
-        # Last: `clear`, should it be interrupted before, takes the totals from what there was.
+        # This line comes last: if `clear` is interrupted before it, the next `clear` still finds the old totals here.
         self._parts = Inspection(rows, tree, arena, supply, step_pages, chunks, commits)
 
     # Prompts that wait
 
     def match(self, token_ids: np.ndarray, salt: Salt = None) -> PrefixMatch:
         """What need not be computed of this prompt (int32 [n]): what the cache has, and what no later token depends on.
-        At least its last token is left to compute. Changes nothing; holds until the next call that changes anything.
+        At least its last token is left to compute. Changes nothing. The answer holds until the next call that changes
+        anything.
 
         salt: prompts of different salts share nothing."""
         return self._finder.match(token_ids, salt)
 
     def expect(self, token_ids: np.ndarray, salt: Salt, rank: int) -> Expectation | None:
-        """Keep what the cache has of a waiting request's prompt (int32 [n]) longer than what nobody waits for;
-        None if it has nothing. rank: requests of lower rank run sooner. `withdraw` when it waits no more."""
+        """A request waits with this prompt (int32 [n]): keep what the cache has of it longer than what nobody waits
+        for. Returns None if the cache has nothing. `withdraw` the expectation when the request waits no more.
+
+        rank: requests of lower rank run sooner."""
         return self._finder.expect(token_ids, salt, rank)
 
     def rerank(self, expectation: Expectation, rank: int) -> None:
-        """The waiting request will run sooner or later than was thought. Not after `withdraw`."""
+        """The waiting request will run sooner or later than was thought. Not to be called after `withdraw`."""
         self._tree.resume_points.rerank(expectation, rank)
 
     def withdraw(self, expectation: Expectation) -> None:
-        """The request waits no more; what it expected ages like any other. A second time changes nothing."""
+        """The request waits no more: what it expected ages like anything else. A second call changes nothing."""
         self._tree.resume_points.withdraw(expectation)
 
     def expected(self, match: PrefixMatch = NO_MATCH) -> ExpectedPrefixes:
-        """What waiting requests count on; its bytes without what is kept for a request that finds `match`."""
+        """What waiting requests count on. The bytes leave out what is kept for the place where `match` ends."""
         return self._outlook.expected(match)
 
     def demand(self, num_tokens: int, match: PrefixMatch, growing: Sequence[tuple[int, int]]) -> Demand:
-        """What all rows and a request of `num_tokens` tokens more, that finds `match`, would hold at most.
+        """The most that all rows would hold together with one more request, of `num_tokens` tokens, that finds `match`.
 
-        growing: (row, tokens that it will have) of those that will take more than they have now."""
+        growing: (row, number of tokens it will have) for each row that will take more than it has now."""
         return self._outlook.demand(num_tokens, match, growing)
 
     def prefill_room(self, least_share: float) -> int:
-        """Most prompt tokens for the next step to compute: what step pages or idle memory hold of their sliding KV, or,
-        where there are no step pages, this share of the arena."""
+        """The most prompt tokens that the next step may compute: those whose sliding KV fits into step pages or into
+        idle memory, whichever holds more. Where there are no step pages, the share `least_share` of the arena counts in
+        their place."""
         return self._outlook.prefill_room(least_share)
 
     def limit_replays(self, chunk_tokens: int) -> None:
-        """From now on no replay computes more than a step's largest chunk, nor takes more than MAX_REPLAY_SHARE."""
+        """From now on no replay computes more tokens than a step's largest chunk, or than MAX_REPLAY_SHARE of the arena
+        holds the sliding KV of. Told once, when the chunk size is known."""
         most_bytes = self._supply.total_bytes * MAX_REPLAY_SHARE
         self._replay.most_tokens = min(chunk_tokens, self._outlook.sliding_tokens(most_bytes))
 
     # Rows
 
     def may_begin_ahead(self, match: PrefixMatch) -> bool:
-        """Whether a request can `begin` with this while a step is in flight: all it needs is pages, and nothing of what
-        it finds has yet to be computed."""
+        """Whether a request can `begin` with this match while a step is in flight. It can if pages are all it needs (no
+        copy, no replay, nothing skipped) and no step has yet to compute a block that it finds."""
         return match.is_plain and self._tree.pending.isdisjoint(match.path)
 
     def begin(self, row: int, match: PrefixMatch, salt: Salt = None, *, parting_tokens: int = 0) -> bool:
-        """Give an empty row the cached prefix of `match`: lock its nodes, own a copy of a partial block. `grow` makes
-        room for what is to be computed.
+        """Give an empty row the cached prefix of `match`: lock its nodes, and plan a copy of a partial block into pages
+        that the row owns. Where the match is to be replayed, the row also owns windowed pages for the tokens that are
+        replayed. Room for what is to be computed is made by `grow`.
 
-        Needs a match made since anything changed, of a prompt of this salt. parting_tokens: where a waiting prompt will
-        part from this one (0: none), kept unless another was seen to part. Where the match is to be replayed, own the
-        windowed pages of the tokens that are replayed. False, and nothing changed but evictions and moves, when
-        there is no memory for what the row must own.
+        Needs a match that was made since the last change, for a prompt of this salt. Returns False when there is no
+        memory for what the row must own; then nothing has changed but evictions and moves.
+
+        parting_tokens: how many first tokens this prompt shares with a waiting one (0: with none). A place to resume
+        will be kept there, unless the match already shows a place where another prompt parted.
         """
         return self._occupancy.begin(row, match, salt, parting_tokens)
 
@@ -202,12 +212,15 @@ class BlockManager:
         num_processed: int | None = None,
         prompt_tokens: int = 0,
     ) -> bool:
-        """Make room for the tokens [num_computed, num_computed + num_new), after sliding what no query
-        from num_processed on can see (None: num_computed; less where a step in flight computes the tokens between),
-        as `slide` does. Moves and evicts as needed. False: no memory; the row keeps what it had.
+        """Make room for the tokens [num_computed, num_computed + num_new). Before that, let go what no query from
+        num_processed on can see, as `slide` does. Moves and evicts as needed. False: there is no memory; the row keeps
+        what it had.
 
-        is_prefill: the step computes a chunk of the prompt: slide at once, and use step pages. While a step is in
-        flight there are none: False where the chunk should have any. prompt_tokens: as `slide` has it."""
+        num_processed: how far the row is by the steps that are taken in; less than num_computed where a step in flight
+        computes the tokens between. None: num_computed.
+        is_prefill: the step computes a chunk of the prompt: slide without waiting for the interval, and use step pages.
+        While a step is in flight no step pages can be had: then False where the chunk should have some.
+        prompt_tokens: see `slide`."""
         if num_processed is None:
             num_processed = num_computed
         windows = self._windows
@@ -223,16 +236,17 @@ class BlockManager:
         return self._supply.extend(row, ceil_div(end, self._page_tokens))
 
     def next_due(self, row: int) -> int:
-        """The position that needs `grow` before it is computed."""
+        """The first position that the row has no page for: `grow` before it is computed."""
         return self._rows.num_blocks_at[row] * self._page_tokens
 
     def slide(self, rows: Iterable[int], num_computed: Iterable[int], prompt_tokens: Iterable[int]) -> bool:
         """Let go what no query of each row sees from its position `num_computed` on, without waiting for the interval.
-        `num_blocks_more` blocks stay in the tree for the row's end, until memory is wanted. Whether there came any
-        pages free or to be evicted.
+        Of that, `num_blocks_more` blocks below the window stay in the tree for the row's end, until memory is wanted.
+        Returns whether rows own fewer pages now: those are free, or can be evicted.
 
-        prompt_tokens: how long the row's prompt is, while it is being computed, else 0. Where it ends is known, so what
-        will be kept there, with `num_blocks_more` blocks, stays the row's own until it is."""
+        prompt_tokens: the length of the row's prompt while it is being computed, else 0. It is known where a prompt
+        ends. So what the resume point there will hold, the window and `num_blocks_more` blocks, stays the row's own
+        until then."""
         windows, before = self._windows, sum(self._supply.num_owned)
         for row, position, length in zip(rows, num_computed, prompt_tokens, strict=True):
             lowest_resume = windows.lowest_resume(row, position, position)
@@ -240,13 +254,13 @@ class BlockManager:
         return sum(self._supply.num_owned) < before
 
     def stake(self, row: int, num_computed: int) -> Stake:
-        """What it would cost and give to preempt the row, which has computed so many tokens."""
+        """What it would cost, and what it would free, to preempt the row, which has computed `num_computed` tokens."""
         return self._outlook.stake(row, num_computed)
 
     def release(self, row: int, token_ids: np.ndarray, num_computed: int, *, keep: bool = True) -> None:
-        """End of a request, for good or until it resumes: what it computed becomes cached (with `keep`),
-        its last partial block included, and the row is empty. What a step was yet to compute of it is forgotten first,
-        as by `roll_back`.
+        """A request ends, for good or until it resumes. With `keep`, what it computed is cached, its last partial block
+        included; blocks that a step was yet to compute are forgotten first, as by `roll_back`. Afterwards the row is
+        empty.
 
         token_ids: int32 [>= num_computed].
         """
@@ -259,26 +273,30 @@ class BlockManager:
     # Steps
 
     def begin_step(self, *, is_ahead: bool) -> bool:
-        """A step is to be planned. is_ahead: while the one before is in flight: as long as it is, nothing moves, and
-        pages that it may read are not free. False, and nothing changed, where that one moves pages: none can be planned
-        ahead of it. What is taken for a plan that is given up serves the next one."""
+        """A step is to be planned. Returns False, with nothing changed, where none can be planned ahead because the
+        step in flight moves pages. If the plan is given up, what rows have taken for it serves the next one.
+
+        is_ahead: the step before is still in flight. As long as it is, no page moves, and pages that it may read do not
+        become free."""
         if is_ahead and self._supply.moves:
             return False
         self._supply.in_flight = is_ahead
         return True
 
     def commit_ahead(self, row: int, token_ids: np.ndarray, num_tokens: int) -> None:
-        """Enter the blocks that the step in preparation completes (those below `num_tokens`) in the tree, as pending: a
-        request admitted to the same step can share them. Not while a step is in flight.
+        """Enter the blocks that the step in preparation completes (those below `num_tokens`) in the tree, as pending,
+        so that a request admitted to the same step can share them. Not to be called while a step is in flight.
 
         token_ids: int32 [>= num_tokens]."""
         if self._caches_prefixes:
             self._commits.commit_ahead(row, token_ids, num_tokens)
 
     def plan_step(self, rows: np.ndarray, row_of_token: np.ndarray, positions: np.ndarray) -> StepMemory:
-        """What a step of these rows (int64 [R], each once) reads and writes, with a new token at each of `positions`
-        (int64 [T]) of `row_of_token` (int64 [T]), for all of which there is room; and what it must move and copy first.
-        The arrays hold until two more steps have been planned, and nobody writes to them."""
+        """What a step reads and writes, and which pages it must move and copy first. Needs room (`grow`) for all of its
+        tokens. The arrays hold until two more steps have been planned; nobody may write to them.
+
+        rows: int64 [R], each once. positions: int64 [T], where the new tokens are; row_of_token: int64 [T], in which
+        rows."""
         tables, page_tokens = self._rows, self._page_tokens
         blocks = positions // page_tokens
         offsets = positions - blocks * page_tokens
@@ -309,10 +327,12 @@ class BlockManager:
         return is_replayed
 
     def end_step(self, *, in_flight: bool = False) -> None:
-        """The oldest step has run: its copies are done, its pending blocks have their contents, its step pages are
-        nobody's, and pages that were given up while it was in flight are free. in_flight: another one is.
+        """The oldest step has run. Its copies are done, its pending blocks have their contents, its step pages are
+        nobody's, and pages that were given up while it was in flight are free.
 
-        Where step pages were, the row has no pages now; `commit` it, then `slide` it past them."""
+        A row that had step pages has no pages there now: `commit` it, then `slide` it past them.
+
+        in_flight: another step is in flight."""
         self._supply.in_flight = in_flight
         self._supply.free_given_up()
         self._tree.end_pending()
@@ -324,11 +344,11 @@ class BlockManager:
     def commit(
         self, rows: np.ndarray, token_ids: np.ndarray, num_computed: np.ndarray, *, ends_prompt: np.ndarray
     ) -> None:
-        """Enter the blocks that are complete at `num_computed` (int64 [R]) of each row (int64 [R]) in the tree, and
-        keep places to resume. After `end_step`; a row with no new block costs nothing.
+        """Enter the blocks of each row (int64 [R]) that are complete at its `num_computed` (int64 [R]) in the tree, and
+        keep places to resume. To be called after `end_step`. A row with no new block costs nothing.
 
-        token_ids: int32 [num_rows, n], by row. ends_prompt: bool [R], which rows' prompts this step finished: their
-        ends become resume points."""
+        token_ids: int32 [num_rows, n], by row. ends_prompt: bool [R], the rows whose prompts this step finished: the
+        ends of those become resume points."""
         if not self._caches_prefixes:
             return
         has_events = num_computed // self._page_tokens > self._rows.num_filled[rows]
@@ -339,31 +359,32 @@ class BlockManager:
             self._commits.commit(row, token_ids[row], position, ends_prompt=ends)
 
     def fail_steps(self) -> bool:
-        """The steps that are planned failed: none is in flight. Whether they were to move pages: then nobody knows
-        which of them arrived, and no KV can be trusted: `release` all rows without `keep`, `end_step`, and
-        `reset_prefix_cache`. Else `roll_back` the rows that were in one, or release them without `keep` where a failed
-        step admitted them; then `end_step`."""
+        """All planned steps failed; none is in flight any more. Returns whether they were to move pages.
+
+        If so, nobody knows which contents arrived, and no KV can be trusted: `release` all rows without `keep`, then
+        `end_step`, then `reset_prefix_cache`. If not, `roll_back` each row that was in a failed step, or `release` it
+        without `keep` where that step was its first; then `end_step`."""
         self._supply.in_flight = False
         return bool(self._supply.moves)
 
     def roll_back(self, row: int, num_computed: int) -> int:
-        """A step failed: forget the blocks that it was to complete in the row, and its copies.
+        """A step failed: forget the blocks that it was to complete in the row, and the row's copies.
 
-        A partial block goes too. Returns how many tokens the row still has computed; 0 where its replay was not done:
-        nothing that it has can be kept, and it is to be released. All rows of the failed step must be rolled back or
-        released: they may share pending blocks.
+        A partial block goes too. Returns how many tokens of the row are still computed. That is 0 where the row had not
+        finished its replay: then nothing of it can be kept, and it is to be released. All rows of the failed step must
+        be rolled back or released, for they may share pending blocks.
         """
         return self._occupancy.roll_back(row, num_computed)
 
-    # The whole
+    # The cache as a whole
 
     def clear(self) -> None:
-        """Begin anew, with all rows and the cache empty, whatever state an exception left behind. Totals go on, and so
-        do stamps. If it is interrupted, it is to be called again before anything else."""
+        """Begin anew, with all rows and the cache empty, whatever state an exception left behind. Totals and stamps go
+        on from where they were. If this call is interrupted, it must be repeated before any other."""
         self._begin_empty(self._parts)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix that no running request uses. True: nothing cached is left."""
+        """Forget every cached prefix that no running request uses. Returns whether no cached page is left."""
         while self._tree.evict_for_end() or self._tree.evict_one():
             pass
         return not any(usage.cached for usage in self.usage().values())
@@ -384,7 +405,7 @@ class BlockManager:
         return {group.name: peak for group, peak in zip(self.layout.groups, self._supply.peak_owned, strict=True)}
 
     def counters(self, hits: HitCounters) -> KVCacheCounters:
-        """What the cache has done since the start; hits: as the scheduler counted them."""
+        """What the cache has done since the start. hits: what the scheduler counted."""
         tree = self._tree
         return KVCacheCounters(
             pages=self.usage(),

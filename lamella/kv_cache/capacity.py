@@ -20,8 +20,8 @@ def batch_pages(
 ) -> tuple[int, ...]:
     """Most pages of each group that `num_requests` requests of up to `context_tokens` tokens hold at once.
 
-    One of them computes a chunk of up to `chunk_tokens`, the others decode: a step has one chunk's worth of
-    prompt tokens, and what a prompt's end leaves behind slides before the next chunk takes pages.
+    One of them computes a chunk of up to `chunk_tokens` and the others decode, because a step computes one chunk's
+    worth of prompt tokens, and when a prompt is done its window slides before the next chunk takes pages.
     num_blocks_more: see KVCacheSpec.max_pages.
     """
     busiest = request_pages(

@@ -1,6 +1,7 @@
 """Which node of the prefix tree a block under a parent is, and the other way round: one dictionary look-up each.
 
-A block is its int32 token ids as bytes. Nothing is hashed but by the dictionary, which compares: no two blocks collide.
+A block is its int32 token ids as bytes. Only the dictionary hashes it, and it compares the keys as well; so two
+different blocks are never taken for one.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ _SEVERAL = -2
 
 
 class ChildIndex:
-    """Most nodes have one child at most, so only parents that have had several keep an index of how those begin.
+    """Finds a node by its parent and its block, and the siblings that begin like a block.
 
-    is_source: whether copies may be taken of a node's block now. `note_source` tells where that has changed.
+    Most nodes have at most one child. So a trie of how the children begin is kept only under parents that have had
+    several.
+
+    is_source: called with a node, says whether copies may be taken of its block now. Whoever changes that calls
+    `note_source`.
     """
 
     def __init__(self, is_source: Callable[[int], bool]) -> None:
@@ -40,9 +45,11 @@ class ChildIndex:
         return self._nodes.get((parent, tokens), NO_NODE)
 
     def tokens(self, node: int) -> bytes:
+        """The node's block."""
         return self._keys[node][1]
 
     def add(self, parent: int, tokens: bytes, node: int) -> None:
+        """Enter a new node for a block that `parent` has no child for."""
         self._nodes[parent, tokens] = node
         self._keys[node] = parent, tokens
         only = self._only_child.setdefault(parent, node)
@@ -55,8 +62,8 @@ class ChildIndex:
         self._file(self._tries[parent], node)
 
     def add_chain(self, parent: int, blocks: Sequence[bytes], nodes: Sequence[int]) -> None:
-        """Like `add` of each block below the one before, in a fraction of the time. The nodes are new, and so is the
-        first block under `parent`."""
+        """`add` each block under the one before, in a fraction of the time. The nodes are new, and `parent` has no
+        child for the first block."""
         self.add(parent, blocks[0], nodes[0])
         keys = list(zip(nodes[:-1], blocks[1:], strict=True))
         self._nodes.update(zip(keys, nodes[1:], strict=True))
@@ -64,7 +71,7 @@ class ChildIndex:
         self._only_child.update(pairwise(nodes))
 
     def remove(self, node: int) -> int:
-        """Forget a node without children; its parent."""
+        """Forget a node that has no children, and return its parent."""
         parent, tokens = self._keys.pop(node)
         del self._nodes[parent, tokens]
         trie = self._trie_of.pop(node, None)
@@ -76,7 +83,7 @@ class ChildIndex:
         return parent
 
     def is_noted_source(self, node: int) -> bool | None:
-        """What `note_source` noted; None where nothing is noted, for the node has no siblings."""
+        """What `note_source` noted of the node. None: nothing is noted, because the node has had no siblings."""
         return self._trie_of[node].is_source(node) if node in self._trie_of else None
 
     def note_source(self, node: int) -> None:
@@ -86,12 +93,13 @@ class ChildIndex:
             trie.set_source(node, self._is_source(node))
 
     def note_sources(self, nodes: Set[int]) -> None:
+        """`note_source` each node."""
         for node in self._trie_of.keys() & nodes:
             self.note_source(node)
 
     def closest(self, parent: int, block: bytes, most_tokens: int) -> Closest:
-        """Which children of `parent` have most in common with `block`, where a copy of more than `most_tokens` tokens
-        is of no use."""
+        """Which children of `parent` have most in common with `block`. Of a copy no more than `most_tokens` tokens are
+        of use."""
         only = self._only_child.get(parent, NO_NODE)
         if only == NO_NODE:
             return NOTHING_CLOSE
@@ -102,7 +110,7 @@ class ChildIndex:
         return Closest(common, only, usable) if usable > 0 and self._is_source(only) else Closest(common, NO_NODE, 0)
 
     def beginnings(self, parent: int, block: bytes) -> list[int]:
-        """The children of `parent` that `block` begins with and goes on after, oldest first."""
+        """The children of `parent` whose blocks are shorter than `block` and its beginning, oldest first."""
         only = self._only_child.get(parent, NO_NODE)
         if only == _SEVERAL:
             return self._tries[parent].beginnings(block)

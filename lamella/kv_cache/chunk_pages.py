@@ -14,10 +14,11 @@ from lamella.kv_cache.step_pages import StepPages
 
 
 class ChunkPages:
-    """A *passing* block is written by a chunk and needed by nobody after the step.
+    """Gives a chunk its pages. A *passing* block is one that a chunk writes and nobody needs after the step.
 
-    step_blocks: row -> its step pages' blocks. num_passing: row -> pages per group that it took for the step alone,
-    because memory was idle. Both for the time of a step; what `extend` gives, `drop` takes back.
+    step_blocks: row -> the blocks for which it has step pages.
+    num_passing: row -> how many pages of each group it took for passing blocks, because memory was idle.
+    Both hold for the time of a step: `drop` undoes what `extend` has noted there.
     """
 
     def __init__(
@@ -34,9 +35,11 @@ class ChunkPages:
         self._kept_block_ends = retention if retention.keeps_block_ends and settings.enable_prefix_caching else None
 
     def extend(self, row: int, num_computed: int, end: int) -> bool:
-        """`PageSupply.extend` for the tokens [num_computed, end). Passing blocks get step pages, as far as there are
-        any, unless so much memory idles that pages for all drive nothing out of the cache that is kept on purpose:
-        such pages serve as cache afterwards."""
+        """Make room for the tokens [num_computed, end), like `PageSupply.extend`, all or nothing.
+
+        If so much memory idles that pages for all blocks drive nothing out of the cache that is kept on purpose, all
+        get pages of the arena, which serve as cache afterwards. Otherwise passing blocks get step pages as far as there
+        are any. False: there is no memory."""
         num_blocks = ceil_div(end, self._page_tokens)
         passing = self.passing_blocks(row, num_computed, end)
         if not passing:
@@ -54,15 +57,16 @@ class ChunkPages:
         return False
 
     def wants_step_pages(self, row: int, num_computed: int, end: int) -> bool:
-        """Whether blocks of the chunk [num_computed, end) should have step pages: nobody needs them later, and little
-        memory idles."""
+        """Whether `extend` would give step pages to blocks of the chunk [num_computed, end): some are passing, and too
+        little memory idles for all to have pages of the arena."""
         if not self.step_pages.num_tokens or not self.passing_blocks(row, num_computed, end):
             return False
         return not self._fits_into_idle_memory(row, ceil_div(end, self._page_tokens))
 
     def passing_blocks(self, row: int, num_computed: int, end: int) -> list[Span]:
-        """What the chunk [num_computed, end) writes and nobody needs after the step: all but the windows at the chunk's
-        end and where a resume point will be, each with a block more (see `RowCommits.add_resume_point`)."""
+        """The passing blocks of the chunk [num_computed, end) in windowed groups. What stays are the windows at the
+        chunk's last block end and at each place in the chunk where a resume point will be, each with one block more
+        (see `RowCommits.add_resume_point`)."""
         rows, page_tokens = self._rows, self._page_tokens
         old = rows.num_blocks_at[row]
         ends = [end // page_tokens * page_tokens]
@@ -84,7 +88,7 @@ class ChunkPages:
         return passing
 
     def drop(self, row: int) -> None:
-        """The step has run, or the row is not in it after all."""
+        """The step has run, or the row is not in it after all: the row has step pages no more."""
         self.num_passing.pop(row, None)
         for group, first, last in self.step_blocks.pop(row, ()):
             self._rows.pages[group, row, first:last] = NULL_PAGE
@@ -93,14 +97,15 @@ class ChunkPages:
             self.step_pages.reset()
 
     def drop_all(self) -> None:
+        """`drop` every row that has anything for the time of the step."""
         for row in {*self.step_blocks, *self.num_passing}:
             self.drop(row)
 
     def _give(
         self, row: int, num_blocks: int, passing: Sequence[Span], given: Sequence[tuple[int, int, list[int]]]
     ) -> bool:
-        """Put the step pages `given` (group, first block, pages) into the row's tables and own pages for its other
-        blocks up to `num_blocks`, or do nothing."""
+        """Put the step pages `given` (group, first block, pages) into the row's tables, and own pages of the arena for
+        its other blocks up to `num_blocks`. False, and the row has what it had: there is no memory."""
         rows = self._rows
         old = rows.num_blocks_at[row]
         spans = []

@@ -10,7 +10,7 @@ class GroupUsage(NamedTuple):
     """Pages of one group by state; they add up to the pages of the slabs lent to it."""
 
     owned: int  # private, or referenced by a request
-    cached: int  # in the tree, nobody uses it now
+    cached: int  # in the tree, and no request uses it now
     free: int
 
 
@@ -36,7 +36,7 @@ class HitCounters:
     def add(
         self, *, num_full_tokens: int, num_partial_tokens: int, num_replay_tokens: int, num_skipped_tokens: int = 0
     ) -> HitCounters:
-        """With one request more."""
+        """These counts with one request more, which found so many tokens."""
         return HitCounters(
             num_full_requests=self.num_full_requests + (num_full_tokens > 0),
             num_full_tokens=self.num_full_tokens + num_full_tokens,

@@ -1,7 +1,7 @@
 """Which cached prefixes waiting requests count on.
 
-The queue is known, so eviction need not guess: what a waiting request will start from is worth more than what
-may never be asked for again, and of two that are asked for, the one that is needed sooner.
+The queue is known, so eviction need not guess. What a waiting request will start from is worth more than what
+may never be asked for again; and of two such places the one that is needed sooner is worth more.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from sortedcontainers import SortedList
 
 @dataclass(slots=True, eq=False)
 class Expectation:
-    """A waiting request counts on the resume point at `node`. rank: requests of lower rank run sooner; once it is
-    added, only `Expectations.rerank` changes it.
+    """A waiting request counts on the resume point at `node`.
 
-    num_tokens: what it need not compute. num_bytes: pages that are cached for it and its like alone.
-    is_live turns False when the resume point is evicted all the same.
+    rank: requests of lower rank run sooner. Once the expectation is added, only `Expectations.rerank` changes it.
+    num_tokens: tokens that the request need not compute.
+    num_bytes: of the window pages kept there, and of the full pages before it that no other prefix or running request
+    shares.
+    is_live: False once the expectation is withdrawn, or the resume point is evicted all the same.
     """
 
     node: int
@@ -30,7 +32,9 @@ class Expectation:
 
 
 class _ExpectedNode:
-    """Who expects it, in the order of their coming, and their ranks. since: less where it is expected for longer."""
+    """The expectations of one node, in the order in which they came, and their ranks.
+
+    since: a number that is smaller the longer the node has been expected."""
 
     __slots__ = ("expectations", "ranks", "since")
 
@@ -45,7 +49,11 @@ class _ExpectedNode:
 
 
 class Expectations:
-    """By node. Sums count a node once, however many requests expect it. Costs do not grow with their number."""
+    """All expectations, by node.
+
+    num_tokens and num_bytes count a node once, however many requests expect it. No call takes longer for many requests,
+    but for the logarithm of a sorted list and `disappoint`, which tells all who expect a node.
+    """
 
     def __init__(self) -> None:
         self.num_requests = self.num_tokens = self.num_bytes = 0
@@ -63,16 +71,18 @@ class Expectations:
         return iter(self._by_node)
 
     def num_bytes_at(self, node: int) -> int:
+        """What the node contributes to num_bytes; 0 where nobody expects it."""
         expected = self._by_node.get(node)
         return expected.first.num_bytes if expected else 0
 
     def turn(self, node: int) -> tuple[int, int]:
-        """Of two expected nodes the one with the smaller turn can be done without sooner: the soonest of those who
-        expect it will run later, or as late, and it was expected before."""
+        """Sort key of an expected node for eviction, smallest first. Smaller is the node whose soonest request will run
+        later; of equals, the one that has been expected for longer."""
         expected = self._by_node[node]
         return -expected.ranks[0], expected.since
 
     def add(self, expectation: Expectation) -> None:
+        """A waiting request counts on the expectation's node from now on."""
         expected = self._by_node.get(expectation.node)
         if expected is None:
             self._num_added += 1
@@ -106,13 +116,14 @@ class Expectations:
         self._count(node, +1)
 
     def disappoint(self, node: int) -> None:
-        """The resume point at `node` is gone."""
+        """The resume point at `node` is gone, and so are all expectations of it."""
         self._count(node, -1)
         expected = self._by_node.pop(node, None)
         for expectation in expected.expectations if expected else ():
             expectation.is_live = False
 
     def _count(self, node: int, sign: int) -> None:
+        """Add what the node contributes to the sums (sign 1), or take it off before that changes (sign -1)."""
         expected = self._by_node.get(node)
         if expected:
             self.num_requests += sign * len(expected.expectations)

@@ -12,18 +12,18 @@ from lamella.kv_cache.step_memory import NO_STAMP
 
 
 class GroupTables(NamedTuple):
-    """See AttentionMetadata; columns that a row has no block for are NULL_PAGE."""
+    """One group's tables, as AttentionMetadata wants them. Columns that a row has no block for are NULL_PAGE."""
 
     block_tables: np.ndarray  # int64 [R, width], contiguous
     first_blocks: np.ndarray  # int64 [R]
 
 
 class GatheredTables:
-    """Keeps what was gathered for earlier steps: of a row that grew by a block one entry is written, a row whose
-    entries changed (`RowTables.stamps`) is copied, the others cost a comparison.
+    """Keeps what was gathered for earlier steps. Where a row has grown by one block, one entry is written; a row
+    whose entries have changed (see `RowTables.stamps`) is copied; every other row costs a comparison.
 
-    Two sets of arrays take turns: what `gather` returned holds until the call after the next, so that one step can
-    run while another is planned. Nobody else may write to it.
+    Two sets of arrays are used in turn. So what `gather` returned holds until the call after the next, and one step can
+    run while another is planned. Nobody else may write to these arrays.
     """
 
     def __init__(self, tables: RowTables) -> None:
@@ -31,7 +31,7 @@ class GatheredTables:
         self._turn = 0
 
     def gather(self, rows: np.ndarray) -> list[GroupTables]:
-        """Per group the tables of `rows` (int64 [R], each at most once), at least as wide as the widest needs."""
+        """Per group the tables of `rows` (int64 [R], each at most once), at least as wide as the longest needs."""
         self._turn = 1 - self._turn
         return self._sets[self._turn].gather(rows)
 
@@ -63,7 +63,7 @@ class _ArraySet:
         self._first_blocks[:, :count] = first_kept
         grown_rows, last_blocks = rows[grown], num_blocks[grown] - 1
         for group, table in enumerate(self._tables):
-            # Where an index is stale as well, `_copy` overwrites it.
+            # This writes too much where the index is stale as well, but there `_copy` then writes the whole table.
             columns = last_blocks - first_kept[group, grown]
             table[grown, columns] = source.pages[group, grown_rows, last_blocks]
             self._copy(group, rows, is_stale[group].nonzero()[0])
@@ -92,7 +92,8 @@ class _ArraySet:
 
 
 def _roomy(num_blocks: int) -> int:
-    """A width with an eighth to spare at most, or 8 blocks: a growing context rarely means new arrays, and what a
-    device is sent is little more than the scheduled rows need."""
+    """How many columns to give a table of `num_blocks` blocks: that number, rounded up by fewer than 8 or by at most an
+    eighth. So a growing context rarely needs new arrays, and a device is sent little more than the scheduled rows
+    need."""
     step = max(8, 1 << max(0, num_blocks.bit_length() - 4))
     return -(-num_blocks // step) * step

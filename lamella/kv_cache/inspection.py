@@ -15,8 +15,8 @@ from lamella.kv_cache.step_pages import StepPages
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """The parts as they are, not copies. To be looked at: what is changed here, no contract covers. `clear` makes all
-    of them anew."""
+    """The parts of a block manager themselves, not copies. They are for reading: no contract covers what happens when
+    someone changes them. `BlockManager.clear` replaces them all by new ones."""
 
     rows: RowTables
     tree: PrefixTree

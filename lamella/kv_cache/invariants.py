@@ -29,7 +29,7 @@ def check(manager: BlockManager) -> None:
     Checked: every page is in exactly one of free / cached / owned; reference and hold counts equal what
     rows, planned copies and resume points name; planned copies go into pages of their rows; tree and tables agree
     both ways; nodes exist for a reason; what a row needs to go on is live; slabs hold pages of their own group only;
-    step pages are where the rows say, and no two of them are in each other's way.
+    step pages are where the rows say, and no two of them overlap.
     """
     parts = manager.inspect()
     tree_nodes = set(parts.tree.nodes())

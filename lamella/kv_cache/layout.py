@@ -19,7 +19,7 @@ from lamella.errors import ConfigError
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 MAX_SLAB_WASTE = 0.01
-MAX_SLAB_PAGES = 64  # of the widest group: a larger slab moves between groups too rarely
+MAX_SLAB_PAGES = 64  # of the widest group; a larger slab would rarely be empty, and so rarely change groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """owners[i]: the layer whose KV layer i reads, itself if it keeps its own."""
+    """Where everything lies. owners[i]: the layer whose KV layer i reads; i itself if it keeps its own."""
 
     page_tokens: int
     unit_bytes: int
@@ -69,7 +69,7 @@ class KVLayout:
         return index, group.layers.index(owner) * self.page_tokens * group.spec.token_bytes
 
     def is_shared(self, layer: int) -> bool:
-        """Whether the layer reads another's KV and writes none."""
+        """Whether the layer reads another layer's KV and keeps none."""
         return self.owners[layer] != layer
 
 
@@ -79,8 +79,8 @@ def build_layout(
     """Group equal specs (in order of first appearance) and choose unit and slab.
 
     specs: one per layer. kv_sharing: layer -> the earlier layer whose KV it reads, for layers that keep none.
-    Raises ConfigError when there is no layer, `page_tokens` is not positive, or a layer cannot read what `kv_sharing`
-    says: its owner must be an earlier layer of an equal spec that keeps KV itself.
+    Raises ConfigError when there is no layer, when `page_tokens` is not positive, or when `kv_sharing` names an owner
+    that is not an earlier layer of an equal spec with KV of its own.
     """
     if not specs:
         raise ConfigError("a model without attention layers has no KV cache; at least one layer spec is needed")
@@ -135,8 +135,8 @@ def _owners(specs: Sequence[KVCacheSpec], kv_sharing: Mapping[int, int]) -> tupl
 
 
 def _choose_slab_units(page_units: list[int]) -> int:
-    """The smallest multiple of the widest page that wastes under 1 % of a slab in every group; where
-    none is small enough, the one that wastes least."""
+    """The smallest multiple of the widest page that wastes under 1 % of a slab in every group. If no multiple up to
+    MAX_SLAB_PAGES does, the one that wastes least."""
     widest = max(page_units)
 
     def waste(slab: int) -> float:

@@ -18,9 +18,11 @@ from lamella.kv_cache.layout import KVLayout
 class MemoryProfile:
     """What takes a device's memory besides KV, in bytes.
 
-    total_bytes: the device's. foreign_bytes: held outside this process's tensors: by other processes, the driver,
-    libraries. weights_bytes: held by them between steps. step_bytes: the most that a step takes for its time.
-    graph_bytes: what captured graphs keep.
+    total_bytes: all memory of the device.
+    foreign_bytes: held outside this process's tensors, by other processes, the driver and libraries.
+    weights_bytes: held by the weights, between steps.
+    step_bytes: the most that a step takes while it runs.
+    graph_bytes: kept by captured graphs.
     """
 
     total_bytes: int
@@ -36,12 +38,14 @@ class MemoryProfile:
 
     @property
     def taken_bytes(self) -> int:
+        """All that takes memory besides KV."""
         return self.foreign_bytes + self.weights_bytes + self.step_bytes + self.graph_bytes
 
     def kv_bytes(self, utilization: float) -> int:
-        """What `utilization` (above 0, at most 1) of the device leaves for KV: 1 at least.
+        """How many bytes are left for KV if this process may use the share `utilization` (above 0, at most 1) of the
+        device: at least 1.
 
-        Raises CapacityError, with what takes the memory and what would help, where it leaves nothing.
+        Raises CapacityError where nothing is left; it says what takes the memory and what would help.
         """
         allowed = int(self.total_bytes * utilization)
         left = allowed - self.taken_bytes
@@ -72,8 +76,10 @@ def _gib(num_bytes: int) -> str:
 def allocate_arena(
     layout: KVLayout, num_slabs: int, device: torch.device, *, step_pages_bytes: int = 0
 ) -> torch.Tensor:
-    """uint8 [num_slabs * slab_bytes + step_pages_bytes]; only the null slab is written, so the system commits the rest
-    on use. Raises CapacityError where the host grants no such allocation."""
+    """The arena with the step pages behind it: uint8 [num_slabs * slab_bytes + step_pages_bytes].
+
+    Only the null slab is written, with zeros, so the system commits the other memory when it is first used. Raises
+    CapacityError where the host does not grant so much."""
     num_bytes = num_slabs * layout.slab_bytes + step_pages_bytes
     is_on_host = device.type == "cpu"
     arena = host_memory(num_bytes) if is_on_host else torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -82,10 +88,11 @@ def allocate_arena(
 
 
 def host_memory(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes], in the system's huge pages where there are some.
+    """uint8 [num_bytes], in the system's huge pages where it has some.
 
-    Attention reads KV from all over the arena, and a processor neither fetches ahead over the end of a page nor keeps
-    the addresses of thousands: with pages of 2 MiB instead of 4 KiB decode attention takes about a tenth less time.
+    Attention reads KV from all over the arena. A processor does not prefetch beyond the end of a page, and it caches
+    the addresses of a limited number of pages. With pages of 2 MiB instead of 4 KiB decode attention takes about a
+    tenth less time. Raises CapacityError where the system does not grant so much.
     """
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -94,13 +101,13 @@ def host_memory(num_bytes: int) -> torch.Tensor:
             f"the system grants no {_gib(num_bytes)} of memory for the KV cache ({error}); lower kv_cache_memory_bytes"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # the kernel has no huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Memory that the device or this machine has, in use or not, in bytes."""
+    """All memory of the device or, for the CPU, of this machine, in use or not, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,7 @@
-"""What a request more would take, what one less would give, how large a chunk may be. Nothing here changes anything."""
+"""Questions about memory: what one more request would take, what a preemption would free, how long a chunk may be.
+
+Nothing here changes anything.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,10 @@ from lamella.kv_cache.spec import ceil_div
 
 
 class Demand(NamedTuple):
-    """What running requests hold and will need, with one more. fits_pools: whether that is no more than each group's
-    own pool; None where all share one, of total_bytes."""
+    """What the running requests hold and will need, together with one more request, in bytes.
+
+    total_bytes: what the arena can lend. fits_pools: in fixed pools, whether each group's demand fits into its own
+    pool; None where all groups share one pool."""
 
     num_bytes: int
     total_bytes: int
@@ -31,23 +36,23 @@ class Demand(NamedTuple):
 
 
 class Stake(NamedTuple):
-    """What the preemption of a row costs and gives."""
+    """What the preemption of a row costs, in tokens to compute again, and what it frees, in pages."""
 
     num_tokens: int  # computed ones that no other request keeps
-    num_pages: int  # those that nobody else uses
+    num_pages: int  # of all groups together; those that nobody else uses
 
 
 class ExpectedPrefixes(NamedTuple):
-    """What waiting requests expect to find. Tokens and bytes count a place once, however many expect it."""
+    """What waiting requests expect to find. num_tokens and num_bytes count a place once, however many expect it."""
 
     num_places: int
     num_requests: int
     num_tokens: int
-    num_bytes: int  # pages that are cached for that alone
+    num_bytes: int  # of pages that are cached for these places alone
 
 
 class MemoryOutlook:
-    """See the methods of the same names of BlockManager."""
+    """Answers the questions of BlockManager's methods with the same names; see their docstrings."""
 
     def __init__(
         self,
@@ -62,8 +67,11 @@ class MemoryOutlook:
         self._rows, self._tree, self._supply, self._chunks = rows, tree, supply, chunks
 
     def demand(self, num_tokens: int, match: PrefixMatch, growing: Sequence[tuple[int, int]]) -> Demand:
-        """Counts every group at the most that the request can hold with small chunks. What a chunk holds of a window
-        for the time of a step is no claim: the chunk is cut to what there is, and when it has run that comes back."""
+        """See BlockManager.demand.
+
+        In every group the request counts with the most that it can hold if its chunks are small. The passing blocks of
+        chunks in flight do not count: chunks are cut to the memory there is, and those pages come back after the step.
+        """
         groups, supply = self._layout.groups, self._supply
         pages = [
             owned - sum(passing) + more
@@ -82,7 +90,7 @@ class MemoryOutlook:
         return Demand(num_bytes, supply.total_bytes, fits_pools)
 
     def _wanted_pages(self, num_tokens: int, match: PrefixMatch, growing: Sequence[tuple[int, int]]) -> list[int]:
-        """Pages per group that the request, and those that grow, have yet to take."""
+        """Pages per group that the request and the growing rows have yet to take."""
         settings, page_tokens = self._settings, self._layout.page_tokens
         wanted = list(
             request_pages(
@@ -96,17 +104,19 @@ class MemoryOutlook:
         for group in self._tree.full_groups:
             for row, length in growing:
                 wanted[group] += ceil_div(length, page_tokens) - int(self._rows.num_blocks[row])
-            if match.path:  # pages that others hold already cost nothing
+            if match.path:  # what the request shares with running ones is counted there already
                 wanted[group] -= int((self._tree.refs[group, match.path] > 0).sum())
         return wanted
 
     def expected(self, match: PrefixMatch) -> ExpectedPrefixes:
+        """See BlockManager.expected."""
         expected = self._tree.expected
         own = match.tail_node if match.tail_node in expected else match.path[-1] if match.path else NO_NODE
         num_bytes = expected.num_bytes - expected.num_bytes_at(own)
         return ExpectedPrefixes(len(expected), expected.num_requests, expected.num_tokens, num_bytes)
 
     def prefill_room(self, least_share: float) -> int:
+        """See BlockManager.prefill_room."""
         step_pages = self._chunks.step_pages
         if not self._tree.windowed_groups:
             return sys.maxsize
@@ -116,19 +126,22 @@ class MemoryOutlook:
         return max(num_tokens, step_pages.num_tokens)
 
     def sliding_tokens(self, num_bytes: float) -> int:
-        """Tokens (whole blocks, one at least) whose sliding KV fits into `num_bytes`."""
+        """Number of tokens, in whole blocks and at least one, whose sliding KV fits into `num_bytes`."""
         if not self._tree.windowed_groups:
             return sys.maxsize
         block_bytes = sum(self._layout.groups[group].page_bytes for group in self._tree.windowed_groups)
         return max(1, int(num_bytes) // block_bytes) * self._layout.page_tokens
 
     def stake(self, row: int, num_computed: int) -> Stake:
-        """Tokens stay cached when the row leaves, but it leaves because nothing else is left to evict: so they are what
-        goes."""
+        """See BlockManager.stake.
+
+        What the row computed stays cached when it leaves. But a row is preempted when nothing else is left to evict, so
+        it will soon be evicted, and counts as lost."""
         rows, refs = self._rows, self._tree.refs
         num_blocks = int(rows.num_blocks[row])
         nodes = rows.nodes[row, :num_blocks]
-        # Who shares a block shares all before it, in groups whose window has not left them.
+        # A request that shares a block with the row shares all blocks before it too, though not in groups whose window
+        # has left them. So any group's reference to the last shared block will do.
         shared = np.flatnonzero((refs[:, nodes[: int(rows.num_committed[row])]] > 1).any(axis=0))
         num_shared_tokens = (int(shared[-1]) + 1) * self._layout.page_tokens if len(shared) else 0
         is_exclusive = (nodes == NO_NODE) | (refs[:, nodes] == 1)

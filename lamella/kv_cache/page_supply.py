@@ -4,7 +4,8 @@
            ▲                        │                                              │
            └────────release─────────┴──────── the tree lets go ◀──────unlock───────┘
 
-What a row asks for is had from free memory, by moving pages together (compaction), or by eviction, in this order.
+Pages for a row come from free memory; if that is not enough, from compaction (moving pages together); then from
+eviction.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ Span = tuple[int, int, int]  # (group, first block, block after the last)
 
 
 class PageSupply:
-    """Pages of `arena` for `rows`; `tree` has those that are cached. What it does to a row it writes to the tables.
+    """Gives pages of `arena` to rows and takes them back, and keeps the rows' tables up to date. Pages in `tree` are
+    cached; rows share them by locks.
 
-    first_step_page: no page of the arena has this id or a greater one; step pages do, and are not its to free.
+    first_step_page: all pages of the arena have smaller ids. Pages from here on are step pages, which are not freed
+    here.
     """
 
     def __init__(
@@ -49,30 +52,30 @@ class PageSupply:
         self._rows, self._tree = rows, tree
         self._num_groups = len(layout.groups)
         self._first_step_page = first_step_page
-        # Where slabs cannot move, full pages are of no use to a windowed group.
+        # In fixed pools a full page that is let go is of no use to a windowed group (see `evict_for`).
         strips_windows = settings.windowed_replay and settings.slab_quota is not None
         self._strips_windows = [strips_windows and group.spec.is_windowed for group in layout.groups]
-        # Row -> its planned copies (group, source node, target page). The source is locked meanwhile.
+        # Row -> its planned copies (group, source node, target page). The source stays locked until they have run.
         self.copies: dict[int, list[tuple[int, int, int]]] = {}
-        # What compaction moved since the last step, in its order. To copy before anything else.
+        # What compaction has moved since the last step, oldest first: the next step copies it before anything else.
         self.moves: list[PageMoves] = []
-        # A step is planned that is not processed yet: nothing moves, and pages that it may read are not freed.
+        # Whether a planned step is not processed yet. While so, nothing moves, and no page that it may read is freed.
         self.in_flight = False
-        self.given_up: list[tuple[int, int]] = []  # (group, page), free when the step in flight is processed
+        self.given_up: list[tuple[int, int]] = []  # (group, page): become free when the step in flight is processed
         self.num_owned = [0] * self._num_groups
         self.peak_owned = [0] * self._num_groups
         self.num_slab_moves = self.num_moved_pages = 0
 
     def continue_totals(self, before: PageSupply) -> None:
-        """Count on from where the one that this takes the place of stopped."""
+        """Go on with the totals of `before`, which this one replaces."""
         self.peak_owned = before.peak_owned
         self.num_slab_moves, self.num_moved_pages = before.num_slab_moves, before.num_moved_pages
 
     # Taking
 
     def extend(self, row: int, num_blocks: int) -> bool:
-        """Own private pages for the row's blocks up to `num_blocks`, in every group, or in none. Moves and evicts as
-        needed."""
+        """Own private pages for the row's blocks up to `num_blocks`, in every group. Moves and evicts as needed. False,
+        and nothing changed but that, when there is no memory."""
         rows = self._rows
         old = rows.num_blocks_at[row]
         if num_blocks <= old:
@@ -85,7 +88,8 @@ class PageSupply:
         return True
 
     def _own_block(self, row: int, block: int) -> bool:
-        """Own a private page for one block in every group, if there are any without evictions: the quick case."""
+        """The quick case: own a private page for one block in every group, if there are free ones. Else False, and
+        nothing changed."""
         taken: list[int] = []
         for group, pages in enumerate(self._rows.pages_at):
             page = self.arena.allocate_one(group, pages[row][block - 1] if block else NULL_PAGE)
@@ -100,8 +104,8 @@ class PageSupply:
         return True
 
     def own_pages(self, row: int, spans: Sequence[Span]) -> bool:
-        """Own private pages for the row's blocks of each span, or of none of them. Moves and evicts as needed. The
-        blocks are new or have no page; the caller counts them."""
+        """Own private pages for the row's blocks of all spans, which have none yet. Moves and evicts as needed. False,
+        and nothing changed but that, when there is no memory. The caller sets the row's `num_blocks`."""
         pages_at = self._rows.pages_at
         taken: list[tuple[int, int, list[int]]] = []
         for group, start, end in spans:
@@ -128,16 +132,17 @@ class PageSupply:
             return []
         while (pages := self.arena.allocate(group, count, near)) is None:
             if self.compact(group, in_hand):
-                near = NULL_PAGE  # may have moved
+                near = NULL_PAGE  # that page may have moved
             elif not self.evict_for(group):
                 return None
         return pages
 
     def evict_for(self, group: int) -> bool:
-        """Spare pages go first, then what is for the ends of running requests, then resume points.
+        """Let one thing go so that `group` may get memory; False: there is nothing. Spare pages go first, then pages
+        for the ends of running requests, then resume points.
 
-        Where slabs cannot move, full pages are of no use to a windowed group: windows go alone, if they can be
-        replayed."""
+        In fixed pools full pages are of no use to a windowed group. So there a resume point loses only its windows, if
+        these can be replayed."""
         if not self._tree.spare and self._tree.evict_for_end():
             return True
         if self._strips_windows[group]:
@@ -148,10 +153,12 @@ class PageSupply:
         return self._replay.plan(num_tokens, 0) is not None
 
     def compact(self, group: int, in_hand: Sequence[tuple[int, int, list[int]]] = ()) -> bool:
-        """Move pages of other groups together so that a slab comes free for `group`; whether that can be done. Tables
-        and tree name the new places at once; `moves` gets what a step has to move.
+        """Move pages of another group together so that a slab becomes free for `group`. False, and nothing changed,
+        where that cannot be done. Tables and tree name the new places at once; `moves` tells the next step which
+        contents to move.
 
-        in_hand: (group, start, pages) that are allocated but in no table yet: they stay, and so do targets of copies.
+        in_hand: (group, start, pages) that are allocated but in no table yet. They stay where they are, and so do
+        targets of planned copies.
         """
         if self.in_flight or not self.arena.can_compact(group):
             return False
@@ -182,8 +189,8 @@ class PageSupply:
     # Letting go
 
     def release_block(self, group: int, row: int, block: int) -> None:
-        """The row has no page for the block any more: a private one is free, one of the tree's unlocked, a step page
-        left to who hands those out. The caller stamps the row."""
+        """Take the row's page for the block, if it has one, out of its table. A private page becomes free; a page of
+        the tree is unlocked; a step page is left to ChunkPages, which gives it back. The caller stamps the row."""
         rows = self._rows
         page = rows.pages_at[group][row][block]
         if page == NULL_PAGE:
@@ -199,31 +206,32 @@ class PageSupply:
             self.unlock(group, node)
 
     def give_up(self, group: int, page: int) -> None:
-        """A private page is not needed, for the tree has another. A step in flight may read it where it has been: then
-        it is free when that is processed. It is the caller who counts."""
+        """Free a private page that a row does not need, because the tree has another one with the same contents. A step
+        in flight may still read it; then it becomes free when that step is processed. The caller calls `count_owned`.
+        """
         if self.in_flight:
             self.given_up.append((group, page))
         else:
             self.arena.free(group, page)
 
     def lock(self, group: int, node: int) -> int:
-        """A row uses the node's page of `group`, which it returns."""
+        """A row uses the node's page of `group` from now on. Returns the page."""
         self.count_owned(group, +int(self._tree.refs_at[group][node] == 0))
         return self._tree.lock(group, node)
 
     def lock_all(self, group: int, nodes: Sequence[int]) -> list[int]:
-        """`lock` of each node of a path; their pages."""
+        """`lock` each node of a path. Returns their pages."""
         refs, lock = self._tree.refs_at[group], self._tree.lock
         self.count_owned(group, [refs[node] for node in nodes].count(0))
         return [lock(group, node) for node in nodes]
 
     def unlock(self, group: int, node: int) -> None:
-        """A row does not use it any more."""
+        """A row does not use the node's page of `group` any more."""
         self.count_owned(group, -(self._tree.refs_at[group][node] == 1))
         self._tree.unlock(group, node)
 
     def count_owned(self, group: int, change: int) -> None:
-        """So many pages more are private or used by a row."""
+        """The number of pages that are private, or in the tree and used by a row, changes by `change`."""
         self.num_owned[group] = now = self.num_owned[group] + change
         if now > self.peak_owned[group]:
             self.peak_owned[group] = now
@@ -231,8 +239,9 @@ class PageSupply:
     # What a step has to do first
 
     def plan_tail_copy(self, row: int, source: int, block: int) -> bool:
-        """Own a page for the row's `block` in every group, and plan to copy node `source`'s there, which stays locked
-        until that has run. False, and nothing changed but evictions and moves, when there is no memory."""
+        """Own a page for the row's `block` in every group, and plan to copy the pages of the node `source` there. The
+        source stays locked until the copy has run. False, and nothing changed but evictions and moves, when there is no
+        memory."""
         for group in range(self._num_groups):
             self.lock(group, source)
         if not self.extend(row, block + 1):
@@ -248,8 +257,8 @@ class PageSupply:
             self.unlock(group, source)
 
     def planned_copies(self) -> list[PageCopies]:
-        """Per group, what to copy before the next step. While a step is in flight, those that there are are that
-        step's."""
+        """Per group, what to copy before the next step. While a step is in flight there is nothing, because all planned
+        copies are that step's."""
         if not self.copies or self.in_flight:
             return [PageCopies(_NO_PAGES, _NO_PAGES)] * self._num_groups
         pairs: list[list[tuple[int, int]]] = [[] for _ in range(self._num_groups)]
@@ -268,7 +277,7 @@ class PageSupply:
     # How much there is
 
     def idle_bytes(self) -> int:
-        """Memory that is free, or of pages that are spare or for an end."""
+        """Bytes that are free, and those of pages that are spare or for an end. 0 without windowed groups."""
         groups, tree = self._layout.groups, self._tree
         if not tree.windowed_groups:
             return 0
@@ -279,5 +288,5 @@ class PageSupply:
 
     @property
     def total_bytes(self) -> int:
-        """What the arena lends at most."""
+        """The most bytes that the arena lends, the null slab not included."""
         return (self.arena.num_slabs - 1) * self._layout.slab_bytes

@@ -1,4 +1,4 @@
-"""Contents of pages that a step puts elsewhere before it writes anything: moves first, in their order, then copies."""
+"""Page contents that a step puts elsewhere before it writes anything: first moves, in their order, then copies."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class PageCopies:
 
 @dataclass(frozen=True, slots=True)
 class PageMoves:
-    """Whole pages of one group to move before anything else (compaction): src[i] -> dst[i], disjoint; sources ascend.
+    """Whole pages of one group to move before anything else (compaction): src[i] -> dst[i].
 
-    For the arena they are made already: the sources are not in use any more.
+    No page is both a source and a target, and the sources ascend. For the arena the moves are done already: it does not
+    count the sources as in use.
     """
 
     group: int

@@ -1,4 +1,4 @@
-"""What the prefix tree has of a prompt."""
+"""What the prefix tree has of a prompt, and the rule for where a prompt can resume."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from lamella.kv_cache.spec import KVCacheSpec, ceil_div
 class PrefixMatch(NamedTuple):
     """What the tree has of a prompt.
 
-    num_tokens: the longest resume point; path: nodes of its whole blocks; tail_node: the node that holds
-    the positions after them, to be copied (NO_NODE where the resume point is a block boundary).
-    num_structural_tokens: the longest prefix whose blocks exist, tombstones included; where it is longer
-    than num_tokens, another prompt has been here and diverged or its window is gone. whole_path: nodes of its whole
-    blocks. With num_replayed_tokens, `path` is longer than num_tokens by so many tokens, whose full-attention KV is
-    there and whose windowed KV is to be computed again. With num_skipped_tokens, so many of num_tokens are not cached
-    but need not be computed; skipped_blocks: keys of their blocks that are in no node, below the end of `path`.
+    num_tokens: where the prompt is resumed; the tokens before need not be computed.
+    path: the nodes of the whole blocks before that.
+    tail_node: the node whose block is to be copied for the positions after those blocks; NO_NODE where the prompt is
+    resumed at a block boundary.
+    num_structural_tokens: the longest prefix whose blocks exist, tombstones included. Where it is longer than
+    num_tokens, another prompt has had these tokens, and either it parted from this one there or its window is gone.
+    whole_path: the nodes of the whole blocks of that prefix.
+    num_replayed_tokens: how many tokens `path` covers beyond num_tokens. Their full-attention KV is cached; their
+    windowed KV is to be computed again.
+    num_skipped_tokens: how many of num_tokens are not cached, and still need not be computed, for no later token
+    depends on them.
+    skipped_blocks: keys of those blocks of skipped tokens that have no node yet; they follow the end of `path`.
     """
 
     num_tokens: int
@@ -39,9 +44,9 @@ class PrefixMatch(NamedTuple):
 
 
 def longest_resume(live: Sequence[tuple[KVCacheSpec, np.ndarray]], limit: int, page_tokens: int) -> int:
-    """Largest h <= limit such that in every windowed group each block that meets
-    [first_needed(h), h) is live, and so is the block that h lies inside of: who resumes there takes
-    a copy of it, and a block with unwritten positions must never enter the tree.
+    """Largest h <= limit where a prompt can resume: in every windowed group each block that meets
+    [first_needed(h), h) is live, and so is the block that h lies inside of. That block is copied for
+    the request; if it were not live, a block with unwritten positions would enter the tree.
 
     live: of each windowed group, which of the prefix's blocks have its page (bool [num_blocks]).
     """
@@ -54,8 +59,8 @@ def longest_resume(live: Sequence[tuple[KVCacheSpec, np.ndarray]], limit: int, p
             low, high = first // page_tokens, ceil_div(position, page_tokens)
             dead = np.flatnonzero(~alive[low:high])
             if len(dead):
-                # No position inside or after the dead block will do, its end excepted: there a
-                # chunk of chunked-local attention may start, which needs nothing.
+                # No position up to here that is inside or after the dead block will do, with one exception: at its
+                # end a chunk of chunked-local attention may start, and there nothing before is needed.
                 block = low + int(dead[-1])
                 end = (block + 1) * page_tokens
                 position = end if end < position else block * page_tokens

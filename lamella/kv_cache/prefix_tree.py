@@ -12,17 +12,17 @@ What keeps things alive:
     node                  it has a child, a resume point, a reference, or a pin
 
 A *resume point* sits at the end of a node and holds the windowed pages that a request needs to start
-there. Resume points are what ages and is evicted, always with all their pages: part of a window is
-dead weight. When a node's last reason to exist goes, it goes with its pages, and so do the ancestors
+there. Resume points are what ages and is evicted, always with all their pages, because part of a window is
+of no use. When a node's last reason to exist goes, the node goes with its pages, and so do the ancestors
 that only led to it.
 
-With `keep_spare`, a windowed page that loses its last reference or hold is *spare*: still in the tree, and
+With `keep_spare`, a windowed page that loses its last reference or hold is *spare*: it stays in the tree and is
 the first to go when memory is wanted. So idle memory serves prefixes that no resume point covers. A page that the
-end of a running request will want is *for an end* instead, with `keep_spare` or without: whoever wants memory takes
-such a page with `evict_for_end` when none is spare and before any resume point.
+end of a running request will want is *for an end* instead, with `keep_spare` or without. Such pages are taken by
+`evict_for_end`, to be called when no page is spare and before any resume point is evicted.
 
-A resume point that a waiting request *expects* to start from goes after all others; of those, the one whose
-request will run last.
+Resume points that waiting requests *expect* to start from go after all others; of these, the one whose request will
+run last goes first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Salt = str | None
 
 
 class PrefixTree:
-    """Nodes as rows of arrays. Calls `free_page(group, page)` for each page that is let go."""
+    """Nodes are rows of arrays: a node is its index. Calls `free_page(group, page)` for each page that is let go."""
 
     def __init__(
         self,
@@ -67,15 +67,15 @@ class PrefixTree:
         self._roots: dict[Salt, int] = {}
         self._salt_of: dict[int, Salt] = {}
         self._index = ChildIndex(self._is_source)
-        # Nodes whose contents the step in preparation will compute: shared as whole blocks, never copied from.
+        # Nodes whose contents a planned step has yet to compute: whole blocks are shared, nothing is copied from them.
         self.pending: set[int] = set()
         self.resume_points = ResumePoints()
         self.expected = self.resume_points.expected
         self.spare: OrderedDict[Page, None] = OrderedDict()  # oldest first
-        self.for_ends: OrderedDict[Page, None] = OrderedDict()  # likewise
+        self.for_ends: OrderedDict[Page, None] = OrderedDict()  # oldest first
 
     def continue_totals(self, before: PrefixTree) -> None:
-        """Count on from where the tree that this one takes the place of stopped."""
+        """Go on with the totals of `before`, the tree that this one replaces."""
         self.num_tombstones = before.num_tombstones
         self.num_evicted_resume_points = before.num_evicted_resume_points
         self.num_evicted_spare_pages = before.num_evicted_spare_pages
@@ -91,7 +91,7 @@ class PrefixTree:
         self.refs = np.zeros((num_groups, capacity), dtype=np.int64)
         self.holds = np.zeros((num_groups, capacity), dtype=np.int64)
         self.ends = np.zeros((num_groups, capacity), dtype=np.int64)  # running requests whose end will want the page
-        # The same memory one item at a time: plain ints, several times faster than items of an array.
+        # Views of the same memory whose items are plain ints: reading one is several times faster than from an array.
         self._parent_at, self._end_at = self.parent.data, self.end.data
         self._num_children_at, self._pins_at = self.num_children.data, self.pins.data
         self.page_at = [row.data for row in self.page]
@@ -110,6 +110,7 @@ class PrefixTree:
     # Finding
 
     def root(self, salt: Salt) -> int:
+        """The root of the salt's prompts, made if there is none. Without a child or a pin it goes when it is pruned."""
         node = self._roots.get(salt)
         if node is None:
             node = self._roots[salt] = self._new_row()
@@ -125,9 +126,11 @@ class PrefixTree:
         return self._end_at[node]
 
     def nodes(self) -> Iterator[int]:
+        """All nodes but the roots."""
         return iter(self._index)
 
     def roots(self) -> dict[Salt, int]:
+        """The root of each salt. Not to be changed."""
         return self._roots
 
     def match(self, token_ids: np.ndarray, salt: Salt, max_tokens: int) -> PrefixMatch:
@@ -152,8 +155,8 @@ class PrefixTree:
         rest = raw[num_blocks * block_bytes : (num_blocks + 1) * block_bytes]
         closest = self._index.closest(node, rest, max_tokens - whole_tokens)
         structural = whole_tokens + closest.num_common
-        # A child that shares less would do no better: what a resume needs of the blocks before is the more the sooner
-        # in the block it is.
+        # If the windows before the closest child are not whole, no other child is tried: it shares less, and the
+        # earlier in the block a resume is, the more of the blocks before it needs.
         num_tokens = whole_tokens + closest.num_usable
         if closest.source != NO_NODE and self._has_windows(path, num_tokens):
             return PrefixMatch(num_tokens, path, closest.source, structural, path)
@@ -166,7 +169,8 @@ class PrefixTree:
         return PrefixMatch(num_tokens, path[:num_blocks], tail_node, structural, path)
 
     def _has_windows(self, path: list[int], position: int) -> bool:
-        """Whether the blocks of `path`, which ends in the block before `position`, have what a resume there needs."""
+        """Whether the blocks of `path` have the windowed pages that a resume at `position` needs, which is in the block
+        after them."""
         for group in self.windowed_groups:
             pages = self.page_at[group]
             first = self.specs[group].first_needed(position) // self.page_tokens
@@ -175,24 +179,24 @@ class PrefixTree:
         return True
 
     def knows_its_sources(self) -> bool:
-        """Whether what is noted of nodes with siblings is so."""
+        """Whether the index notes rightly, of each node with siblings, if copies may be taken of it. For checks."""
         noted = ((node, self._index.is_noted_source(node)) for node in self._index)
         return all(is_source in (None, self._is_source(node)) for node, is_source in noted)
 
     def knows_what_to_evict(self) -> bool:
-        """Whether letting go any resume point that is set aside would free nothing."""
+        """Whether every resume point that is set aside is so rightly: letting it go would free nothing. For checks."""
         return not any(
             self.resume_points.is_set_aside(node) and self._keeps_memory(node) for node in self.resume_points
         )
 
     def _is_source(self, node: int) -> bool:
-        """Whether who shares a part of the node's block may copy that."""
+        """Whether a prompt that shares a part of the node's block may copy that part."""
         return node not in self.pending and all(
             self.page_at[group][node] != NULL_PAGE for group in self.windowed_groups
         )
 
     def _longest_resume(self, nodes: list[int], limit: int) -> int:
-        """Of the positions up to `limit` the last where a request can resume after `nodes`."""
+        """The last position up to `limit` where a prompt that begins with the blocks `nodes` can resume."""
         if not nodes:
             return limit
         live = [(self.specs[group], self.page[group, nodes] != NULL_PAGE) for group in self.windowed_groups]
@@ -213,8 +217,8 @@ class PrefixTree:
         return node
 
     def insert_chain(self, parent: int, blocks: list[bytes]) -> np.ndarray:
-        """Like `insert` of each of `blocks` (one at least, all whole) below the one before, in a fraction of the time.
-        Returns the nodes, int64.
+        """`insert` each of `blocks` (at least one, all whole) under the one before, in a fraction of the time. Returns
+        the nodes, int64 [len(blocks)].
 
         `parent` has no child for the first block. The caller gives them pages (`fill_chain`), references and a pin at
         once.
@@ -265,7 +269,7 @@ class PrefixTree:
             self._index.note_source(node)
 
     def end_pending(self) -> None:
-        """What the step was to compute is there, or its nodes are gone."""
+        """No node is pending any more: what the step was to compute is there, or the nodes are gone."""
         if self.pending:
             nodes = self.pending
             self.pending = set()
@@ -300,14 +304,16 @@ class PrefixTree:
         self._pins_at[node] += 1
 
     def unpin(self, node: int) -> None:
+        """Undo one `pin`. The node goes if nothing else keeps it."""
         self._pins_at[node] -= 1
         assert self._pins_at[node] >= 0, "unpin without pin"
         if not self._num_children_at[node]:
             self.prune(node)
 
     def want_for_end(self, group: int, wanted: Iterable[int], unwanted: Iterable[int] = ()) -> None:
-        """The end of a running request will want the windowed pages of `group` that the nodes `wanted` still have then,
-        and those of `unwanted` no more: they were wanted, and it will not, or that was the end."""
+        """Count for each node of `wanted` one more running request whose end will want its page of `group`, a windowed
+        one, if it is still there; for each of `unwanted` one less. Each of those was wanted before: now the request has
+        ended, or its end lies too far on."""
         ends, refs = self._ends_at[group], self.refs_at[group]
         for node in wanted:
             ends[node] += 1
@@ -326,7 +332,7 @@ class PrefixTree:
         self.for_ends.pop(page, None)
 
     def _release_window_page(self, group: int, node: int) -> None:
-        """A windowed page that nothing keeps is for an end, or spare, or free."""
+        """If nothing keeps the windowed page any more, make it one for an end, or spare, or free."""
         if self._is_windowed[group] and not self.refs_at[group][node] and not self._holds_at[group][node]:
             if self.page_at[group][node] == NULL_PAGE:
                 return
@@ -336,7 +342,7 @@ class PrefixTree:
                 self._spare_window_page(group, node)
 
     def _spare_window_page(self, group: int, node: int) -> None:
-        """A windowed page that nothing keeps and no end wants is spare, or free."""
+        """Make a windowed page that nothing keeps and no end wants spare, or free."""
         if self.keep_spare and node not in self.pending:
             self.spare[group, node] = None
         else:
@@ -374,10 +380,10 @@ class PrefixTree:
             self._recycle(node)
 
     def _is_used(self, node: int) -> bool:
-        """Whether a child, a row that goes on there, or a reference keeps the node."""
+        """Whether the node is kept by a child, by a row that goes on there, or by a reference."""
         if self._num_children_at[node] or self._pins_at[node]:
             return True
-        # Asked often, and `any` would take twice as long.
+        # A loop, because this is asked often and `any` takes twice as long.
         for refs in self.refs_at:  # noqa: SIM110
             if refs[node]:
                 return True
@@ -391,9 +397,9 @@ class PrefixTree:
     # Resume points
 
     def add_resume_point(self, node: int, window_nodes: list[Page]) -> None:
-        """Make the end of `node` a place to resume, holding the live pages `window_nodes` (group, node).
+        """Make the end of `node` a place to resume that holds the live pages `window_nodes`, each (group, node).
 
-        One that was there is replaced. It becomes the most recently used.
+        It replaces one that was there and becomes the most recently used.
         """
         for group, held in window_nodes:
             assert self.page_at[group][held] != NULL_PAGE, "a resume point holds live pages only"
@@ -412,22 +418,26 @@ class PrefixTree:
         self.resume_points.touch(node)
 
     def pass_by(self, path: list[int]) -> None:
-        """Something led on from each node of `path`, and a later place is kept: resume points from which nothing
-        else leads on are the first to go."""
+        """A prompt led on through each node of `path`, and a later place of it is kept. So the resume points on the
+        path from which nothing else leads on become the first to go."""
         for node in path:
             if self._num_children_at[node] == 1:
                 self.resume_points.pass_by(node)
 
     def pass_by_short_blocks(self, parent: int, block: bytes) -> None:
-        """A whole block (token ids as bytes) under `parent` is kept: so much for the short ones it begins with."""
+        """A whole block (token ids as bytes) under `parent` is kept. So the resume points at shorter blocks that it
+        begins with become the first to go."""
         for node in self._index.beginnings(parent, block):
             self.resume_points.pass_by(node)
 
     # Eviction
 
     def strip_one(self, can_be_replayed: Callable[[int], bool]) -> bool:
-        """Let go the windows of the resume point that is worth least and has any that nobody uses, and only those
-        if a request can do without them: can_be_replayed(number of tokens before it). False: there is none."""
+        """Let go a spare page. Where there is none, take the resume point that is worth least of those with a window
+        page that nobody uses: if its windows can be replayed it loses only these, else it is evicted. False: there was
+        nothing to let go.
+
+        can_be_replayed: told how many tokens lie before a resume point."""
         if self.spare:
             return self.evict_one()
         points = self.resume_points
@@ -444,7 +454,7 @@ class PrefixTree:
         return False
 
     def evict_for_end(self) -> bool:
-        """Let go the page that is for an end and has been the longest; False: there is none."""
+        """Let go the page that has been for an end the longest. False: there is none."""
         if not self.for_ends:
             return False
         (group, node), _ = self.for_ends.popitem(last=False)
@@ -453,11 +463,12 @@ class PrefixTree:
         return True
 
     def evict_one(self) -> bool:
-        """Let go the spare page or else the resume point that is worth least; False: nothing keeps memory from use.
+        """Let go the oldest spare page or, where there is none, the resume point that is worth least. False: nothing
+        can be let go that would free memory.
 
-        Spare pages go first, then resume points: passed ones, the least recently used, and at last those that
-        are expected. Without windowed groups every block end is a place to resume, so there only the last block
-        goes and the resume point moves up to its parent with its age.
+        The order of resume points: those that were passed, then the least recently used, at last those that are
+        expected. Without windowed groups every block end is a place to resume. So there only the last block goes: its
+        parent becomes a resume point, and the next to go.
         """
         if self.spare:
             (group, node), _ = self.spare.popitem(last=False)
@@ -483,7 +494,7 @@ class PrefixTree:
         self.num_evicted_resume_points += 1
 
     def _keeps_memory(self, node: int) -> bool:
-        """Whether the resume point, alone or with others, is why an unused page is not free."""
+        """Whether the resume point, alone or together with others, keeps a page that nobody uses from being free."""
         return not self._is_used(node) or self._has_unused_page(self.resume_points.held(node))
 
     def _has_unused_page(self, held: list[Page]) -> bool:

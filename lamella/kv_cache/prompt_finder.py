@@ -15,7 +15,7 @@ from lamella.kv_cache.settings import CacheSettings
 
 
 class PromptFinder:
-    """Reads the tree; only `expect` changes it, by a resume point and what is expected of it."""
+    """Looks prompts up in the tree. Only `expect` changes it: it adds a resume point and an expectation of it."""
 
     def __init__(self, layout: KVLayout, settings: CacheSettings, replay: ReplayRule, tree: PrefixTree) -> None:
         self._layout, self._page_tokens = layout, layout.page_tokens
@@ -46,7 +46,7 @@ class PromptFinder:
         )
 
     def _find(self, token_ids: np.ndarray, salt: Salt) -> PrefixMatch:
-        """What the cache has of this prompt."""
+        """What the cache has of this prompt, with a replay where that pays, and nothing skipped."""
         if not self._caches_prefixes:
             return NO_MATCH
         match = self._tree.match(token_ids, salt, len(token_ids) - 1)
@@ -82,7 +82,7 @@ class PromptFinder:
             if spec.is_windowed:
                 first = min(spec.first_needed(match.num_tokens) // self._page_tokens, len(match.path))
                 held += [(group, node) for node in path[first:]]
-            else:  # what other prefixes and running requests share with it is there anyway
+            else:  # blocks that other prefixes or running requests share with it stay cached without it
                 shared = np.flatnonzero((tree.num_children[path] > 1) | (tree.refs[group, path] > 0))
                 first = int(shared[-1]) + 1 if len(shared) else 0
             num_bytes += (len(path) - first) * self._layout.groups[group].page_bytes

@@ -1,13 +1,13 @@
 """Windowed replay: resume where full-attention KV is cached but the windows before it are gone.
 
 A sliding layer's output at position p depends on W - 1 positions before it, so after N such layers a token
-depends on N (W - 1) tokens before it and, through the full-attention layers, on all of them; but those layers' KV
-is cached and need only be read. So to go on at h it is enough to recompute the tokens from `start(h)` on, writing
-only windowed KV. The first of them come out wrong, for they see less than their windows; layer by layer more come
-out right, and from h on all are.
+depends on N (W - 1) tokens before it and, through the full-attention layers, on all tokens before it. But the KV of
+those layers is cached and need only be read. So to go on at h it is enough to recompute the tokens from `start(h)` on,
+writing only windowed KV. The first of these tokens see less than their windows, so what is computed for them is wrong.
+After each layer fewer tokens are wrong, and from h on every layer is exact.
 
-Where every layer is windowed, no KV need be cached for that: of a long prompt only the end is computed at all, as far
-as its last token depends on it through all layers (`skip`).
+Where every layer is windowed, nothing need be cached for this. Of a long prompt only the end is computed at all: the
+tokens that its last token depends on through all layers (`skip`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ import sys
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, KVCacheSpec, ceil_div
 
-# A replay writes sliding KV for its own length that nobody needs afterwards: no more than this share of the arena, or
-# it would evict what is worth more.
+# A replay writes sliding KV for all of its tokens, and most of it is not needed afterwards. It may take no more than
+# this share of the arena; otherwise it would evict what is worth more.
 MAX_REPLAY_SHARE = 1 / 8
 
 
 class ReplayRule:
-    """For a model whose layers `layout` describes. `is_possible`: it has both windowed and full-attention groups;
-    `can_skip`: it has windowed ones only. `most_tokens`: no replay computes more; whoever knows sets it."""
+    """Where to begin a replay or a skipped prompt, for the model whose layers `layout` describes.
+
+    is_possible: a replay can pay, because the model has both windowed and full-attention groups.
+    can_skip: the beginning of a prompt can be skipped, because all groups are windowed.
+    most_tokens: no replay computes more tokens. Unlimited until `BlockManager.limit_replays` sets it.
+    """
 
     def __init__(self, layout: KVLayout) -> None:
         self.most_tokens = sys.maxsize
@@ -39,7 +43,8 @@ class ReplayRule:
     def start(self, position: int) -> int:
         """Where to begin, at a block boundary, so that all layers are exact from `position` on.
 
-        A block more than that needs, so that the windows at `position` are exact in whole blocks and can be kept.
+        For that alone it could begin up to a block later. It begins early enough that each block which meets a window
+        at `position` is exact as a whole, and can be kept.
         """
         first = position - (self._page_tokens - 1)
         for _, spec in reversed(self._layers):
@@ -53,14 +58,16 @@ class ReplayRule:
         position = start
         exact = [0] * self._num_groups
         for group, spec in self._layers:
-            exact[group] = position  # KV comes from the layer's input
+            exact[group] = position  # a layer's KV is computed from its input, so it is exact where that is
             if spec.is_windowed and position:
                 position = _first_exact_output(spec, position)
         return exact
 
     def plan(self, num_full_tokens: int, num_valid_tokens: int) -> int | None:
-        """Where to begin to go on at `num_full_tokens`, or None where resuming at `num_valid_tokens` costs less
-        than twice as much, or more than `most_tokens` would be replayed."""
+        """Where to begin a replay that goes on at `num_full_tokens`, up to where full-attention KV is cached.
+
+        None: no replay. So it is where resuming at `num_valid_tokens`, without a replay, takes at most twice as many
+        tokens, and where more than `most_tokens` would be replayed."""
         if not self.is_possible or num_full_tokens <= num_valid_tokens:
             return None
         start = self.start(num_full_tokens)
@@ -69,8 +76,9 @@ class ReplayRule:
         return start if pays and num_replayed <= self.most_tokens else None
 
     def skip(self, num_tokens: int, num_valid_tokens: int) -> int | None:
-        """Where to begin a prompt of `num_tokens` so that the windows at its end, with a block more, and all that
-        follows are exact; None where resuming at `num_valid_tokens` costs less than twice as much."""
+        """Where to begin a prompt of `num_tokens` tokens so that the windows at its end, with one block more, and all
+        that follows are exact. None: skip nothing, where resuming at `num_valid_tokens` takes at most twice as many
+        tokens or the model has full-attention layers."""
         if not self.can_skip:
             return None
         last_kept = (num_tokens - 1) // self._page_tokens * self._page_tokens - self._page_tokens
@@ -80,7 +88,8 @@ class ReplayRule:
 
 
 def _first_exact_output(spec: KVCacheSpec, first_exact_input: int) -> int:
-    """The first position from which on a layer's queries see exact keys only, and its own chunk or window whole."""
+    """The first position from which on every query of the layer sees its whole window or chunk, and exact keys only, if
+    keys are exact from `first_exact_input` on and do not exist before."""
     reach = spec.reach_tokens
     assert reach is not None
     if isinstance(spec, ChunkedLocalAttentionSpec):

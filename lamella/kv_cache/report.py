@@ -58,6 +58,7 @@ def kv_cache_report(
 
 
 def default_context_lengths(max_model_len: int) -> list[int]:
+    """Powers of four from 1,024 tokens that are below `max_model_len`, and that."""
     powers = itertools.takewhile(
         lambda length: length < max_model_len, (_SHORTEST_CONTEXT * 4**step for step in itertools.count())
     )
@@ -85,7 +86,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def _layer_table(layout: KVLayout) -> str:
-    # One line for neighbours that are alike, or 62 layers would fill the screen.
+    # Neighbours that are alike share a line; otherwise 62 layers would fill the screen.
     runs = itertools.groupby(
         range(len(layout.owners)),
         key=lambda layer: (layout.layer_address(layer)[0], layout.owners[layer] if layout.is_shared(layer) else None),

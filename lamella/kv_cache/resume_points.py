@@ -1,10 +1,10 @@
 """Resume points: what each holds, and which is let go first.
 
-Worth least are those that were passed, the last one passed first; then the least recently used; then those that
-waiting requests expect, the one whose request will run last before all others.
+First to go are those that were *passed*, and of these the one that was passed last. Then the least recently used. At
+last those that waiting requests expect, and of these the one whose request will run last.
 
-Whoever evicts looks at the first and finds at times that letting it go would free nothing: running requests use what
-it holds. Then it is *set aside* until that has changed, so that nobody looks at it again in vain.
+Whoever evicts asks for the first of this order. Letting it go may free nothing, because running requests use all that
+it holds. Then it is *set aside*: it leaves the order until that has changed, so that it is not looked at in vain.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lamella.kv_cache.expectations import Expectation, Expectations
 from lamella.kv_cache.sibling_trie import NO_NODE
 
 Page = tuple[int, int]  # (group, node) of a windowed page
-_Worth = tuple[bool, int, int, int]  # (is expected, ...): the less, the sooner it goes
+_Worth = tuple[bool, int, int, int]  # (whether it is expected, ..., node); the smallest goes first
 
 
 class EvictionOrder:
-    """Nodes by worth."""
+    """A set of nodes sorted by worth."""
 
     def __init__(self) -> None:
         self._order = SortedList()
@@ -32,10 +32,11 @@ class EvictionOrder:
 
     @property
     def first(self) -> int:
-        """What is worth least, or NO_NODE."""
+        """The node that is worth least; NO_NODE where there is none."""
         return self._order[0][-1] if self._order else NO_NODE
 
     def put(self, node: int, worth: _Worth) -> None:
+        """Enter the node, or move it to where its new worth belongs."""
         before = self._worth.get(node)
         if before != worth:
             if before is not None:
@@ -44,13 +45,17 @@ class EvictionOrder:
             self._worth[node] = worth
 
     def discard(self, node: int) -> None:
+        """Take the node out, if it is there."""
         worth = self._worth.pop(node, None)
         if worth is not None:
             self._order.remove(worth)
 
 
 class ResumePoints:
-    """By the node they end at. Costs do not grow with their number, but for iteration: least recently used first."""
+    """All resume points, by the node at whose end they are. Iteration goes from the least to the most recently used.
+
+    Apart from iteration, and the logarithm of a sorted list, costs do not grow with their number.
+    """
 
     def __init__(self) -> None:
         self.expected = Expectations()
@@ -58,8 +63,8 @@ class ResumePoints:
         self._last_use: dict[int, int] = {}
         self._latest = self._earliest = 0
         self._all = EvictionOrder()
-        self._with_windows: EvictionOrder | None = None  # whose windows may be let go alone; once that was asked for
-        self._set_aside: dict[Page, set[int]] = {}  # those that wait for a page that they hold to be used no more
+        self._with_windows: EvictionOrder | None = None  # those that hold pages; None until asked for
+        self._set_aside: dict[Page, set[int]] = {}  # page -> resume points set aside that hold it
 
     def __contains__(self, node: int) -> bool:
         return node in self._held
@@ -71,14 +76,15 @@ class ResumePoints:
         return iter(sorted(self._held, key=self._last_use.__getitem__))
 
     def is_set_aside(self, node: int) -> bool:
+        """Whether there is a resume point at `node` that is set aside."""
         return node in self._held and node not in self._all
 
     def held(self, node: int) -> list[Page]:
-        """What the resume point at `node` holds; nothing where there is none."""
+        """The pages that the resume point at `node` holds; none where there is no resume point."""
         return self._held.get(node, [])
 
     def put(self, node: int, held: list[Page]) -> None:
-        """A new one, the most recently used."""
+        """Add one at `node`, where there is none, as the most recently used."""
         assert node not in self._held
         self._held[node] = held
         self._latest += 1
@@ -86,12 +92,12 @@ class ResumePoints:
         self._line_up(node)
 
     def pop(self, node: int) -> list[Page]:
-        """Forget the one at `node`, which there is, for good; what it held."""
+        """Forget the one at `node`, which must exist, and all expectations of it. Returns what it held."""
         self.expected.disappoint(node)
         return self._take_out(node)
 
     def replace(self, node: int, held: list[Page]) -> list[Page]:
-        """`put`, where there may be one already: what that held."""
+        """`put`, in the place of one that may be there already. Returns what that held. Expectations stay."""
         previous = self._take_out(node) if node in self._held else []
         self.put(node, held)
         return previous
@@ -103,7 +109,7 @@ class ResumePoints:
         return held
 
     def strip(self, node: int) -> list[Page]:
-        """The one at `node` holds nothing any more; what it held."""
+        """The one at `node` stays, but holds nothing any more. Returns what it held."""
         held, self._held[node] = self._held[node], []
         for page in held if self._set_aside else ():
             waiting = self._set_aside.get(page)
@@ -118,7 +124,7 @@ class ResumePoints:
     # What waiting requests expect
 
     def expect(self, expectation: Expectation) -> None:
-        """A waiting request counts on the one at the expectation's node, which there is."""
+        """A waiting request counts on the one at the expectation's node, which must exist."""
         self.expected.add(expectation)
         self._reorder(expectation.node)
 
@@ -142,18 +148,18 @@ class ResumePoints:
             self._reorder(node)
 
     def pass_by(self, node: int) -> None:
-        """The one at `node`, if there is one, is the first to go."""
+        """The one at `node`, if there is one, becomes the first to go, unless it is expected."""
         if node in self._held:
             self._earliest -= 1
             self._last_use[node] = self._earliest
             self._reorder(node)
 
     def first(self) -> int:
-        """The one to go first, or NO_NODE; it may be set aside."""
+        """The one to go first; NO_NODE where all are set aside or there is none. The caller may set it aside."""
         return self._all.first
 
     def first_with_windows(self) -> int:
-        """`first` of those that hold any pages."""
+        """Like `first`, among those that hold any pages and whose windows are not set aside."""
         if self._with_windows is None:
             self._with_windows = EvictionOrder()
             for node, held in self._held.items():
@@ -162,34 +168,35 @@ class ResumePoints:
         return self._with_windows.first
 
     def set_aside(self, node: int) -> None:
-        """Nothing would be free without the one at `node` before it or one of its pages is `unused`."""
+        """Letting the one at `node` go would free nothing, until its node or one of its pages is noted as unused."""
         self._all.discard(node)
         self.set_windows_aside(node)
 
     def set_windows_aside(self, node: int) -> None:
-        """All that the one at `node` holds is in use, until one of its pages is `unused`."""
+        """All pages that the one at `node` holds are in use, until one of them is noted as unused."""
         if self._with_windows is not None:
             self._with_windows.discard(node)
         for page in self._held[node]:
             self._set_aside.setdefault(page, set()).add(node)
 
     def note_unused(self, node: int) -> None:
-        """Nothing but a resume point keeps `node` any more."""
+        """Nothing but its resume point keeps `node` any more: if that is set aside, it is back in the order."""
         if self.is_set_aside(node):
             self._all.put(node, self._worth(node))
 
     def note_unused_page(self, page: Page) -> None:
-        """No request uses the page any more."""
+        """No request uses the page any more: resume points set aside that hold it are back in the order."""
         for node in self._set_aside.pop(page, ()):
             self._line_up(node)
 
     def _reorder(self, node: int) -> None:
-        """When it was used last, whether it is expected, or when it is needed, may have changed."""
+        """What the worth of the one at `node` depends on may have changed: when it was last used, or who expects it."""
         for order in (self._all,) if self._with_windows is None else (self._all, self._with_windows):
             if node in order:
                 order.put(node, self._worth(node))
 
     def _line_up(self, node: int) -> None:
+        """Enter the one at `node` in the orders where it belongs when it is not set aside."""
         worth = self._worth(node)
         self._all.put(node, worth)
         if self._with_windows is not None and self._held[node]:

@@ -1,7 +1,7 @@
 """Which places in a token sequence are kept as resume points, beyond what running requests use.
 
-In a model with sliding layers this, and not the order of eviction, decides whether prefixes are found
-again: full-attention KV without the window that belongs to it cannot be resumed.
+In a model with sliding layers this decides whether prefixes are found again, more than the order of eviction does:
+where full-attention KV has lost the window that belongs to it, no request can resume.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ RETENTION_POLICIES = ("tails", "all", "none")
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """name:
+    """name: which places are kept.
 
-    "tails"  the end of each prompt, of each generation, of what was preempted or aborted, and where a second
-             prompt was seen to part from a first; each with its window and one block more
-    "all"    every block end as well: a resume anywhere, at the price of all sliding KV
-    "none"   nothing: sliding layers' prefixes are shared between running requests only
+    "tails"  the end of each prompt, of each generation, and of what was preempted or aborted; and each place where a
+             second prompt was seen to part from a first. Each is kept with its window and one block more
+    "all"    every block end as well: a request can resume anywhere, at the price of keeping all sliding KV
+    "none"   no place: sliding layers' prefixes are shared between running requests only
 
-    grid_tokens: with "tails", also every so many tokens (rounded up to blocks); None: no grid.
+    grid_tokens: with "tails", a place every `grid_tokens` tokens (rounded up to whole blocks) as well; None: no grid.
     spare: with "tails" and "all", sliding pages that nothing keeps stay cached until memory is wanted.
     Without sliding layers every block end is a place to resume and the policies do not differ.
     """
@@ -48,16 +48,18 @@ class RetentionPolicy:
 
     @property
     def keeps_ends(self) -> bool:
+        """Whether ends and places where prompts part are kept."""
         return self.name != "none"
 
     @property
     def num_blocks_more(self) -> int:
-        """Blocks below the window that running requests leave in the tree, so that their ends can be kept with as many:
-        a later prompt may part inside the last block."""
+        """Number of blocks below the window that running requests leave in the tree, so that their ends can be kept
+        with these. A later prompt may part inside the last block before an end, and then its window begins earlier."""
         return int(self.keeps_ends)
 
     @property
     def keeps_spare(self) -> bool:
+        """Whether sliding pages that nothing keeps stay cached until memory is wanted."""
         return self.spare and self.keeps_ends
 
     @property
@@ -66,7 +68,7 @@ class RetentionPolicy:
         return self.name == "all" or self.grid_tokens is not None
 
     def keeps_block_end(self, end: int, page_tokens: int) -> bool:
-        """Whether the block end at position `end` is kept for itself, whatever ends or parts there."""
+        """Whether the block end at position `end` is kept in any case, even if nothing ends or parts there."""
         if self.name == "all":
             return True
         return self.grid_tokens is not None and end % (-(-self.grid_tokens // page_tokens) * page_tokens) == 0

@@ -15,23 +15,23 @@ from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.row_tables import RowTables
 from lamella.kv_cache.spec import ceil_div
 
-_INT32 = np.dtype(np.int32)  # compares several times faster than np.int32
+_INT32 = np.dtype(np.int32)  # an array's dtype is compared with this several times faster than with np.int32
 
 
 def block_key(tokens: np.ndarray) -> bytes:
-    """How the prefix tree knows a block."""
+    """The key of a block in the prefix tree: its token ids, as int32, as bytes."""
     return tokens.tobytes() if tokens.dtype == _INT32 else tokens.astype(_INT32).tobytes()
 
 
-# Fewer new blocks are entered one by one: arrays cost more than they save.
+# Fewer new blocks than this are entered one by one, because arrays would cost more than they save.
 FEWEST_BLOCKS_AT_ONCE = 6
 
 
 class RowCommits:
-    """From `rows` to `tree`; pages that the tree has already go back to `supply`. For a manager that caches prefixes:
-    one that does not calls nothing here.
+    """Enters the blocks of `rows` in `tree`. Where the tree has a block already, the row's page goes back to `supply`.
+    A manager without prefix caching calls nothing here.
 
-    first_step_page: pages from there on are nobody's, so there is nothing to give.
+    first_step_page: pages with this id or a greater one are step pages. They are nobody's and never enter the tree.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class RowCommits:
         self._first_step_page = first_step_page
 
     def commit_ahead(self, row: int, token_ids: np.ndarray, num_tokens: int) -> None:
-        """Enter the blocks that the step in preparation completes (those below `num_tokens`), as pending: a
-        request admitted to the same step can share them. Stops at a block that the tree has already, for
-        which `commit` decides once its contents are there.
+        """Enter the blocks that the step in preparation completes (those below `num_tokens`), as pending, so that a
+        request admitted to the same step can share them. Does nothing if the tree has the first of them already: what
+        becomes of the row's page for it is decided by `commit`, once its contents are there.
 
         token_ids: int32 [>= num_tokens].
         """
@@ -80,7 +80,7 @@ class RowCommits:
         elif complete > committed:
             self._commit_blocks(row, self._blocks_of(row, token_ids, num_computed))
         filled: Sequence[int] = range(rows.num_filled_at[row], complete)
-        if len(filled) > 2 and not self._keeps_block_ends:  # then only these two can matter
+        if len(filled) > 2 and not self._keeps_block_ends:  # without a grid only these two ends can be kept
             ends = {rows.prompt_tail_at[row], rows.junction_at[row]}
             filled = sorted(end // page_tokens - 1 for end in ends if end // page_tokens - 1 in filled)
         for block in filled:
@@ -95,7 +95,7 @@ class RowCommits:
 
     def commit_end(self, row: int, token_ids: np.ndarray, num_computed: int) -> None:
         """`commit` for a row that is about to end, its last partial block included, and keep the end as a resume point.
-        Nothing of a row that has not done with its replay."""
+        Enters nothing of a row that has not finished its replay."""
         if num_computed < self._rows.replay_end.get(row, 0):
             return
         self.commit(row, token_ids, num_computed)
@@ -107,7 +107,7 @@ class RowCommits:
             self.add_resume_point(row, int(self._rows.num_committed[row]), since=num_computed)
 
     def _end_replay(self, row: int) -> None:
-        """The windows are computed: what is exact in them belongs to the tree, where it lacks it."""
+        """The replay is done. Give the tree the windowed pages that are exact, where it has none."""
         rows, tree = self._rows, self._tree
         end = rows.replay_end.pop(row) // self._page_tokens
         start = int(rows.first_keys[tree.windowed_groups[0], row])
@@ -121,11 +121,12 @@ class RowCommits:
             rows.stamp(group, row)
 
     def _pass_resume_points(self, row: int, num_blocks: int, token_ids: np.ndarray) -> None:
-        """The prompt's end is kept, so places to resume in its first `num_blocks` blocks are worth little."""
+        """The prompt's end is kept, so resume points in its first `num_blocks` blocks become the first to go, where
+        nothing else leads on from them."""
         rows, tree = self._rows, self._tree
         block = rows.resume_block[row]
         tree.pass_by(rows.nodes[row, :num_blocks].tolist())
-        if block < num_blocks:  # it resumed from a copy of a short block, which its own block covers
+        if block < num_blocks:  # the row may have resumed from a copy of a short block, which its own block covers
             parent = int(tree.parent[rows.nodes[row, block]])
             tokens = token_ids[block * self._page_tokens : (block + 1) * self._page_tokens]
             tree.pass_by_short_blocks(parent, block_key(tokens))
@@ -135,7 +136,8 @@ class RowCommits:
         rows = self._rows
         start, end = block * self._page_tokens, (block + 1) * self._page_tokens
         if end == rows.prompt_tail_at[row]:
-            # Now the prompt's end can be kept to the token; this covers what was kept a block earlier.
+            # The prompt ended inside this block. Now that the block is complete, the prompt's end can be kept to the
+            # token, and the place that was kept a block earlier is not needed any more.
             self.add_resume_point(row, block + 1, since=start)
             if block:
                 self._tree.drop_resume_point(int(rows.nodes[row, block - 1]))
@@ -159,7 +161,7 @@ class RowCommits:
             self._commit_block(row, rows.num_committed_at[row], key)
 
     def _commit_new_blocks(self, row: int, blocks: list[bytes], *, is_pending: bool = False) -> None:
-        """`_commit_block` for the row's next blocks, the first of which the tree has not: so it has none of them."""
+        """`_commit_block` for the row's next blocks. The tree does not have the first of them, so it has none."""
         rows, tree = self._rows, self._tree
         parent, first = rows.frontier_at[row], rows.num_committed_at[row]
         if len(blocks) < FEWEST_BLOCKS_AT_ONCE:
@@ -169,7 +171,7 @@ class RowCommits:
         nodes = tree.insert_chain(parent, blocks)
         pages = rows.pages[:, row, first : first + len(nodes)]
         is_exact = np.arange(first, first + len(nodes)) >= rows.scratch_end[:, row, None]
-        # Where slid already or a step page, there is nothing to give.
+        # Where a block has slid, is in a step page or is inexact, its node gets no page.
         pages = np.where(is_exact & (pages < self._first_step_page), pages, NULL_PAGE)
         tree.fill_chain(nodes, pages, is_pending=is_pending)
         last = int(nodes[-1])
@@ -180,8 +182,9 @@ class RowCommits:
         rows.num_committed_at[row] = first + len(nodes)
 
     def _commit_block(self, row: int, block: int, key: bytes, *, is_pending: bool = False) -> None:
-        """Hand the block to the tree. Where the tree has it already, take the tree's pages for our own;
-        where the tree's node is a tombstone, ours revive it. Either way the row holds references.
+        """Hand the block to the tree. Where the tree has it already, the row uses the tree's pages instead of its own;
+        where the tree's node is a tombstone, the row's page revives it. Either way the row holds references.
+
         is_pending: the block is new, and the step in preparation will compute it."""
         rows, tree = self._rows, self._tree
         parent = rows.frontier_at[row]
@@ -197,11 +200,12 @@ class RowCommits:
             self._give_page(group, row, block, node)
 
     def _give_page(self, group: int, row: int, block: int, node: int) -> None:
+        """Give the node the row's page for the block. If it has one already, the row uses that and gives its own up."""
         rows, tree = self._rows, self._tree
         pages = rows.pages_at[group][row]
         page = pages[block]
         if page == NULL_PAGE or page >= self._first_step_page or block < rows.scratch_end_at[group][row]:
-            return  # slid already, or nobody's, or inexact
+            return  # the block has slid, or has a step page, or is inexact
         if tree.page_at[group][node] == NULL_PAGE:
             tree.give_page(group, node, page)
             return
@@ -211,10 +215,10 @@ class RowCommits:
         rows.stamp(group, row)
 
     def add_resume_point(self, row: int, last_block: int, *, since: int) -> None:
-        """Make the end of the row's first `last_block` blocks a resume point that holds, of each window, what
-        any resume between `since` and there needs, and one block more: a later prompt may part inside the
-        last block. Pages that are gone already are left out; where the window at the end itself is
-        incomplete, there is no resume point; nor where the policy keeps none."""
+        """Make the end of the row's first `last_block` blocks a resume point. In each windowed group it holds what a
+        resume anywhere from `since` to that end needs, and one block more, because a later prompt may part inside the
+        last block. Pages that are gone already are left out. If the window at the end itself is incomplete, or the
+        policy keeps no ends, there is no resume point."""
         tree = self._tree
         if tree.windowed_groups and not self._retention.keeps_ends:
             return

@@ -14,9 +14,9 @@ from lamella.kv_cache.spec import ceil_div
 
 
 class RowOccupancy:
-    """`begin` and `leave` are a pair: what the one takes for a row, the other gives back.
+    """`begin` and `leave` are a pair: what `begin` takes for a row, `leave` gives back.
 
-    caches_prefixes: what rows compute enters the tree.
+    caches_prefixes: whether what rows compute enters the tree.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RowOccupancy:
                 self._windows.leave_found(group, row, match)
             rows.pages[group, row, first:num_whole] = self._supply.lock_all(group, path[first:])
         junction = match.num_structural_tokens // page_tokens * page_tokens
-        if junction <= match.num_tokens < parting_tokens and tree.windowed_groups:  # with the block they part in
+        if junction <= match.num_tokens < parting_tokens and tree.windowed_groups:  # the block they part in is kept too
             junction = ceil_div(parting_tokens, page_tokens) * page_tokens
         rows.junction[row] = junction if junction > match.num_tokens else -1
         if match.num_replayed_tokens and not self._begin_replay(row, match):
@@ -79,8 +79,8 @@ class RowOccupancy:
         return True
 
     def _begin_after(self, row: int, start: int) -> None:
-        """Nothing before the block boundary `start` is computed or read: no windowed KV exists there. What follows is
-        the row's own until it is exact."""
+        """Begin at the block boundary `start`, with no KV before it: nothing there is computed or read. The first
+        blocks after it are inexact, and stay the row's own."""
         rows, num_blocks = self._rows, start // self._page_tokens
         rows.num_blocks[row] = num_blocks
         if self._caches_prefixes:
@@ -91,7 +91,8 @@ class RowOccupancy:
         rows.scratch_end[:, row] = [ceil_div(exact, self._page_tokens) for exact in self._replay.exact_from(start)]
 
     def _begin_replay(self, row: int, match: PrefixMatch) -> bool:
-        """Own scratch pages for the windowed KV of the tokens that are replayed; the full KV is locked already."""
+        """Own scratch pages for the windowed KV of the tokens that are replayed. Their full-attention KV is locked
+        already. False: there is no memory; the caller lets the row `leave`."""
         rows, groups = self._rows, self._tree.windowed_groups
         start, end = match.num_tokens // self._page_tokens, len(match.path)
         self._windows.leave_nothing(row)
@@ -129,9 +130,9 @@ class RowOccupancy:
         return complete * self._page_tokens
 
     def leave(self, row: int) -> None:
-        """The row is empty: its private pages are free, what it used of the tree it uses no more."""
+        """Empty the row: its private pages become free, and it uses nothing of the tree any more."""
         rows = self._rows
-        self._supply.drop_copies(row)  # a copy that has not run must not, into a page that is no longer ours
+        self._supply.drop_copies(row)  # the pages they were to write will be others'
         self._chunks.drop(row)
         self._windows.leave_nothing(row)
         # Last block first: an ancestor can go only after its descendants.

@@ -20,10 +20,11 @@ from lamella.kv_cache.child_index import NO_NODE
 
 
 class RowTables:
-    """Data: other parts of the block manager write it. Whoever changes an entry of `pages` or `first_kept` calls
-    `stamp` for the row, unless the entry is that of a new block.
+    """Plain data, written by other parts of the block manager. Whoever changes an entry of `pages` or `first_kept`
+    calls `stamp` for the row, unless the entry is that of a new block.
 
-    first_stamp: no stamp of these tables is less. Those that take the place of others begin at their `next_stamp`.
+    first_stamp: the smallest stamp of these tables. Tables that replace others get the `next_stamp` of those, so that
+    no stamp is used twice.
     """
 
     def __init__(self, num_groups: int, num_rows: int, max_blocks: int, *, first_stamp: int = 0) -> None:
@@ -31,15 +32,17 @@ class RowTables:
         self.pages = np.full((num_groups, num_rows, max_blocks), NULL_PAGE, dtype=np.int64)
         self.nodes = np.full((num_rows, max_blocks), NO_NODE, dtype=np.int64)
         self.first_kept = np.zeros((num_groups, num_rows), dtype=np.int64)  # in blocks
-        # Blocks from here up to first_kept are left for the row's end: what the tree still has of them then is kept.
+        # Blocks from here up to first_kept are left for the row's end: pages of them that the tree still has when the
+        # row ends are held by the resume point there. In blocks.
         self.first_left = np.zeros((num_groups, num_rows), dtype=np.int64)
-        # A new number when entries of the row's table or its first_kept change, new blocks excepted: those num_blocks
-        # tells. No two rows ever have the same, so that who keeps a copy of a table knows whether it is still right.
+        # A row's stamp is a new number whenever entries of its table or its first_kept change. New blocks do not count;
+        # num_blocks tells of them. No two rows ever have the same stamp, so whoever keeps a copy of a table knows by
+        # the stamp whether the copy is still right.
         self.next_stamp = first_stamp + num_groups * num_rows
         self.stamps = np.arange(first_stamp, self.next_stamp, dtype=np.int64).reshape(num_groups, num_rows)
-        self.replay_end: dict[int, int] = {}  # row that replays -> the position from which on it computes as ever
+        self.replay_end: dict[int, int] = {}  # row that replays -> the position where its replay ends
         self.first_keys = np.zeros((num_groups, num_rows), dtype=np.int64)  # lowest key position that exists
-        # Windowed pages of blocks below this belong to the row even where `nodes` names a node: they are inexact.
+        # Windowed pages of blocks below this one are inexact. So they are the row's own even where `nodes` has a node.
         self.scratch_end = np.zeros((num_groups, num_rows), dtype=np.int64)
         self.num_blocks = np.zeros(num_rows, dtype=np.int64)
         self.num_committed = np.zeros(num_rows, dtype=np.int64)  # in blocks
@@ -48,7 +51,7 @@ class RowTables:
         self.junction = np.full(num_rows, -1, dtype=np.int64)  # block end where another prompt parts from this one
         self.resume_block = np.zeros(num_rows, dtype=np.int64)  # the first block that the row did not find
         self.prompt_tail = np.full(num_rows, -1, dtype=np.int64)  # end of the block that the prompt ends inside of
-        # The same memory one item at a time: plain ints, several times faster than items of an array.
+        # Views of the same memory whose items are plain ints: reading one is several times faster than from an array.
         self.pages_at = [[row.data for row in table] for table in self.pages]  # [group][row][block]
         self.nodes_at = [row.data for row in self.nodes]
         self.first_kept_at = [rows.data for rows in self.first_kept]
@@ -60,7 +63,7 @@ class RowTables:
         self.junction_at, self.prompt_tail_at = self.junction.data, self.prompt_tail.data
 
     def stamp(self, group: int, row: int) -> None:
-        """The row's table of `group` is not what it was."""
+        """The row's table of `group` has changed: give it a new stamp."""
         self.stamps_at[group][row] = self.next_stamp
         self.next_stamp += 1
 
@@ -69,7 +72,7 @@ class RowTables:
         return np.flatnonzero(self.frontier != NO_NODE)
 
     def empty(self, row: int) -> None:
-        """The row is nobody's. Its pages have been let go, and its frontier is pinned no more."""
+        """Mark the row as empty. Its pages must have been let go already, and its frontier unpinned."""
         self.nodes[row, : self.num_blocks_at[row]] = NO_NODE
         self.frontier[row] = NO_NODE
         self.first_kept[:, row] = self.first_left[:, row] = self.first_keys[:, row] = self.scratch_end[:, row] = 0

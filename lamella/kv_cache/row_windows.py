@@ -1,4 +1,4 @@
-"""What rows still need of their windows, and when they let go of the rest."""
+"""What rows still need of their windows, and when they let go of what they do not need."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lamella.kv_cache.settings import CacheSettings
 
 
 class RowWindows:
-    """The first kept block of each row and windowed group, and the first that is left for the row's end.
+    """Moves each row's first kept block, and the first block that is left for the row's end, in windowed groups.
 
-    A row owns what its next token sees. `num_blocks_more` blocks below that stay in the tree for its end until memory
-    is wanted, so that wherever the row ends its end can be kept with as many.
+    A row owns what its next token sees. `num_blocks_more` blocks below that stay in the tree for the row's end, until
+    memory is wanted. So wherever the row ends, a resume point can be kept there with that many blocks more.
     """
 
     def __init__(
@@ -25,8 +25,10 @@ class RowWindows:
         self._rows, self._tree, self._supply = rows, tree, supply
 
     def slide(self, row: int, position: int, end_position: int, *, at_once: bool) -> None:
-        """Let go what no query from `position` on sees, when an interval of it has gathered, or `at_once`; of that,
-        leave for the row's end what a query at end_position sees."""
+        """Let go what no query from `position` on sees. Of that, leave for the row's end what a query at `end_position`
+        sees.
+
+        at_once: do so as soon as that is a whole block; otherwise only when it is also an interval of tokens."""
         rows, tree = self._rows, self._tree
         for group in tree.windowed_groups:
             first = tree.specs[group].first_visible(position)
@@ -42,17 +44,22 @@ class RowWindows:
             rows.stamp(group, row)
 
     def lowest_owned(self, num_processed: int, prompt_tokens: int) -> int:
-        """The lowest position from which on the row must be able to go on, or a later prompt from the end of its own:
-        inside the last block of that, too."""
+        """The lowest position that the row must own a window for: where it goes on itself or, while its prompt is being
+        computed, where a later prompt may resume that parts inside the last whole block of it.
+
+        prompt_tokens: as in BlockManager.slide."""
         if not prompt_tokens or not self._num_blocks_more:
             return num_processed
         last_whole = prompt_tokens // self._page_tokens * self._page_tokens
         return max(0, min(num_processed, last_whole - self._num_blocks_more * self._page_tokens))
 
     def lowest_resume(self, row: int, num_processed: int, num_computed: int) -> int:
-        """The lowest position at which a prompt may resume that parts from the row's tokens inside the last block
-        before their end, wherever the row will end: a block below the end of its last whole block. The row that has a
-        decode in flight may end where it was before; one with a chunk in flight, at a whole block (see `roll_back`)."""
+        """The lowest position for which a window must be left for the row's end, wherever the row will end. A later
+        prompt may part from the row's tokens inside the last block before their end, so this is `num_blocks_more`
+        blocks below the end of the last whole block.
+
+        Only what is processed is certain. A row with a decode in flight may end where it was before that; a row with a
+        chunk in flight may end at the last whole block before the chunk (see `roll_back`)."""
         if not self._num_blocks_more:
             return num_processed
         page_tokens = self._page_tokens
@@ -61,8 +68,8 @@ class RowWindows:
         return max(0, min(num_processed, last_whole) - self._num_blocks_more * page_tokens)
 
     def leave_found(self, group: int, row: int, match: PrefixMatch) -> None:
-        """The row begins with `match`: of the blocks below its window, leave those for its end that it will need,
-        should it come soon, to be kept with a block more."""
+        """The row begins with `match`. Its end may come soon, so leave for it those blocks below the row's window that
+        a resume point there would hold beside the window."""
         if not self._num_blocks_more:
             return
         last_whole = match.num_tokens // self._page_tokens * self._page_tokens
@@ -73,7 +80,7 @@ class RowWindows:
         self._rows.first_left_at[group][row] = min(first, kept)
 
     def leave_nothing(self, row: int) -> None:
-        """The row's end is there, or wants nothing of what slid."""
+        """Nothing is left for the row's end any more: it has come, or it wants nothing of what has slid."""
         rows, nodes = self._rows, self._rows.nodes_at[row]
         for group in self._tree.windowed_groups:
             kept = rows.first_kept_at[group][row]
@@ -81,12 +88,12 @@ class RowWindows:
             rows.first_left_at[group][row] = kept
 
     def _leave_for_end(self, group: int, row: int, new_first: int, end_first: int) -> None:
-        """The row's blocks below `new_first` are about to slide: leave those that have tokens from `end_first` on for
-        its end, and what was left before no more."""
+        """The row's blocks below `new_first` are about to slide. Leave for its end those that have tokens from
+        `end_first` on, and of what was left before only those."""
         rows, nodes = self._rows, self._rows.nodes_at[row]
         kept, left = rows.first_kept_at[group][row], rows.first_left_at[group][row]
         first = min(end_first // self._page_tokens, new_first)
-        if nodes[new_first - 1] == NO_NODE:  # it slides past what the tree does not have
+        if nodes[new_first - 1] == NO_NODE:  # the tree does not have the blocks that slide, so none can be left
             first = new_first
         self._tree.want_for_end(group, nodes[max(first, kept) : new_first], nodes[left : min(first, kept)])
         rows.first_left_at[group][row] = max(left, first)

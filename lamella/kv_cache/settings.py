@@ -9,13 +9,13 @@ from lamella.kv_cache.retention import RetentionPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSettings:
-    """num_slabs: the arena's, null slab included. num_rows: most running requests, of up to max_model_len tokens each.
-
+    """num_slabs: slabs of the arena, the null slab included.
+    num_rows: most running requests, of up to max_model_len tokens each.
     interval_tokens: how many tokens must have left a window before decode slides it.
     slab_quota: slabs of each group's own pool; None: one pool for all.
     windowed_replay: resume where only full-attention KV is cached, if that costs less than half (see `replay`).
     skips_prompts: where all layers are windowed, leave out what no later token depends on.
-    step_pages_bytes: of the region behind the last slab (see `step_pages`).
+    step_pages_bytes: size of the region behind the last slab (see `step_pages`).
     """
 
     num_slabs: int
@@ -31,5 +31,5 @@ class CacheSettings:
 
     @property
     def num_blocks_more(self) -> int:
-        """Blocks below its windows that a row leaves in the tree for the resume point at its end."""
+        """Number of blocks below its windows that a row leaves in the tree for the resume point at its end."""
         return self.retention.num_blocks_more if self.enable_prefix_caching else 0

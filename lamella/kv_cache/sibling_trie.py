@@ -1,14 +1,15 @@
-"""The children of one node by how their blocks begin: which has most in common with a block, whatever their number.
+"""The children of one node by how their blocks begin: finds the one that has most in common with a block.
 
-A trie of tokens without the places where nothing parts:
+A compressed trie of tokens: it has a branch only where blocks part.
 
     "a b c", "a b d", "a b", "x"       (root) ─┬─ "a b" ─┬─ "a b c"
                                                │         ├─ "a b d"
                                                │         └─ "a b"
                                                └─ "x"
 
-Who looks up a block follows its tokens at the branches without a look at those between, and compares once, with where
-that ends: what lies elsewhere parted from the block at a branch on the way, or parts from it where this one does.
+A look-up goes down by the block's tokens at the branches, without comparing the tokens between branches. Only at the
+end is the block compared, once, with what was found there. This is enough: every other child parts from the block at a
+branch on the way, or at the same place as what was found.
 
 Some children are *sources*: a copy may be taken of them. Each branch knows the oldest source below it.
 """
@@ -24,8 +25,12 @@ TOKEN_BYTES = 4
 
 
 class Closest(NamedTuple):
-    """num_common: most first tokens that any child has in common with the block. source: of those that have most of
-    all sources, the oldest; NO_NODE where none has any. num_usable: how many it has, up to what was asked for."""
+    """What a look-up of a block finds.
+
+    num_common: the most first tokens that any child has in common with the block.
+    source: the source that has most in common with it, the oldest of equals; NO_NODE where none has anything.
+    num_usable: how many first tokens `source` has in common with the block, up to the limit that was given.
+    """
 
     num_common: int
     source: int
@@ -36,7 +41,7 @@ NOTHING_CLOSE = Closest(0, NO_NODE, 0)
 
 
 def num_common_bytes(block: bytes, other: bytes) -> int:
-    """Bytes of the first tokens that two blocks have in common."""
+    """How many bytes the first tokens take that two blocks have in common."""
     length = min(len(block), len(other))
     block, other = block[:length], other[:length]
     if block == other:
@@ -49,7 +54,7 @@ _Age = tuple[int, int]  # (when it was added, node)
 
 
 class _Leaf:
-    """A child. prefix: all of its block."""
+    """A child. prefix: its whole block."""
 
     __slots__ = ("above", "age", "is_source", "prefix")
 
@@ -62,8 +67,11 @@ class _Leaf:
 
 
 class _Branch:
-    """following: what begins with `prefix`, by the token after it; under b"" the child whose block ends there.
-    sources: the oldest source of each of those that have any, oldest first. above: None for the root."""
+    """A place where blocks part that all begin with `prefix`.
+
+    following: the branch or leaf below for each token that comes next; under b"" the child whose block ends here.
+    sources: the oldest source of each entry of `following` that has any, oldest first. above: None for the root.
+    """
 
     __slots__ = ("above", "following", "prefix", "sources")
 
@@ -78,12 +86,13 @@ class _Branch:
         return oldest
 
     def key(self, block: bytes) -> bytes:
-        """Where a block that begins with `prefix` is, or would be, in `following`."""
+        """The key in `following` of a block that begins with `prefix`: its next token, or b"" where it ends."""
         return block[len(self.prefix) : len(self.prefix) + TOKEN_BYTES]
 
 
 class SiblingTrie:
-    """No two blocks are equal. Costs grow with the tokens of a block, not with the number of children."""
+    """Children by their blocks, of which no two are equal. Costs grow with the tokens of a block, not with the number
+    of children."""
 
     def __init__(self) -> None:
         self._root = _Branch(b"", None)
@@ -94,7 +103,7 @@ class SiblingTrie:
         return len(self._leaves)
 
     def add(self, node: int, block: bytes) -> None:
-        """A child that is no source yet."""
+        """Add a child, which is no source yet."""
         path, end = self._way_to(block)
         common = num_common_bytes(block, (end or path[-1]).prefix)
         above = next(branch for branch in reversed(path) if len(branch.prefix) <= common)
@@ -111,6 +120,7 @@ class SiblingTrie:
             between.sources.add(below.oldest_source)
 
     def remove(self, node: int) -> None:
+        """Remove the child, and the branch above it if nothing parts there any more."""
         self.set_source(node, False)
         leaf = self._leaves.pop(node)
         branch, above = leaf.above, leaf.above.above
@@ -120,6 +130,7 @@ class SiblingTrie:
             above.following[above.key(leaf.prefix)], below.above = below, above
 
     def is_source(self, node: int) -> bool:
+        """Whether copies may be taken of the child, as `set_source` said last."""
         return self._leaves[node].is_source
 
     def set_source(self, node: int, is_source: bool) -> None:
@@ -131,7 +142,7 @@ class SiblingTrie:
         leaf.is_source = is_source
         after = leaf.oldest_source
         branch = leaf.above
-        while branch.above is not None:  # up to the root, whose sources need have nothing in common with a block
+        while branch.above is not None:  # the root keeps no sources: those below it may share no token
             was_oldest = branch.oldest_source
             if before is not None:
                 branch.sources.remove(before)
@@ -143,7 +154,7 @@ class SiblingTrie:
             branch = branch.above
 
     def closest(self, block: bytes, most_tokens: int) -> Closest:
-        """What has most in common with `block`, where more than `most_tokens` of it are of no use."""
+        """Which children have most in common with `block`. Of a copy no more than `most_tokens` tokens are of use."""
         path, end = self._way_to(block)
         common = num_common_bytes(block, (end or path[-1]).prefix)
         most = min(common, TOKEN_BYTES * most_tokens)
@@ -156,7 +167,7 @@ class SiblingTrie:
         return Closest(common // TOKEN_BYTES, oldest[1] if oldest else NO_NODE, num_usable // TOKEN_BYTES)
 
     def beginnings(self, block: bytes) -> list[int]:
-        """The children that `block` begins with and goes on after, oldest first."""
+        """The children whose blocks are shorter than `block` and its beginning, oldest first."""
         path, end = self._way_to(block)
         common = num_common_bytes(block, (end or path[-1]).prefix)
         ending = [branch.following.get(b"") for branch in path] + [end]
@@ -164,8 +175,8 @@ class SiblingTrie:
         return [node for _, node in sorted({leaf.age for leaf in whole if len(leaf.prefix) < len(block)})]
 
     def _way_to(self, block: bytes) -> tuple[list[_Branch], _Leaf | None]:
-        """The root and the branches that each one's next token leads to; and the child that it leads to at last, if
-        it does: the one whose block this is, where there is one."""
+        """Follow the block from the root: the branches on the way, root included, and the leaf where the way ends, or
+        None where no branch goes on. If a child has this very block, it is that leaf."""
         step: _Branch | _Leaf | None = self._root
         path: list[_Branch] = []
         while isinstance(step, _Branch):

@@ -12,7 +12,7 @@ from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.spec import ceil_div
 from lamella.kv_cache.step_pages import region_bytes, region_tokens
 
-# Of the memory, for step pages at most.
+# Step pages take no more than this share of the memory.
 MAX_STEP_PAGES_SHARE = 1 / 96
 
 
@@ -26,8 +26,8 @@ class PoolSize(NamedTuple):
 def request_pages(
     layout: KVLayout, *, max_model_len: int, chunk_tokens: int, interval_tokens: int, num_blocks_more: int = 1
 ) -> tuple[int, ...]:
-    """Most pages of each group that one request holds at once. num_blocks_more: see KVCacheSpec.max_pages; so in all
-    that follows."""
+    """Most pages of each group that one request holds at once. num_blocks_more: see KVCacheSpec.max_pages; it means the
+    same in all functions below."""
     return tuple(
         group.spec.max_pages(
             page_tokens=layout.page_tokens,
@@ -43,8 +43,9 @@ def request_pages(
 def decode_table_widths(
     layout: KVLayout, *, max_model_len: int, interval_tokens: int, num_blocks_more: int = 1
 ) -> tuple[int, ...]:
-    """Most blocks of each group that the block table of a decoding request covers, from the first it holds to that of
-    its newest token. One more than `max_decode_pages` of a windowed group: the slide may be a step late."""
+    """Most blocks of each group that the block table of a decoding request covers, from the first that it holds to the
+    one of its newest token. In a windowed group that is one more than `max_decode_pages`, because the slide may come a
+    step late."""
     widths = []
     for group in layout.groups:
         most = group.spec.max_decode_pages(
@@ -60,8 +61,9 @@ def decode_table_widths(
 def table_line_widths(
     layout: KVLayout, *, max_model_len: int, chunk_tokens: int, interval_tokens: int, num_blocks_more: int = 1
 ) -> tuple[int, ...]:
-    """Blocks of each group that the block table of any request covers, at most: as it has with a chunk in flight and
-    the next one planned, and a slide that comes a step late. Without a window, all blocks of a request."""
+    """Most blocks of each group that the block table of any request covers. A windowed group has the most while one
+    chunk is in flight, the next one is planned, and the slide comes a step late. A full group covers all blocks of a
+    request."""
     most = request_pages(
         layout,
         max_model_len=max_model_len,
@@ -76,9 +78,9 @@ def table_line_widths(
 def request_slabs(
     layout: KVLayout, *, max_model_len: int, chunk_tokens: int, interval_tokens: int, num_blocks_more: int = 1
 ) -> int:
-    """Slabs that always suffice for one request alone.
+    """Number of slabs that always suffices for one request alone.
 
-    A window that slides through slabs of several pages can straddle one slab more than its pages fill.
+    Where slabs hold several pages, a sliding window can lie across one slab more than its pages fill.
     """
     pages = request_pages(
         layout,
@@ -94,20 +96,24 @@ def request_slabs(
 
 
 def step_pages_bytes(layout: KVLayout, *, memory_bytes: int, chunk_tokens: int) -> int:
-    """Of `memory_bytes` for step pages: what a step of `chunk_tokens` prompt tokens can use, and not too much of it."""
+    """How many of `memory_bytes` are for step pages: what a step of `chunk_tokens` prompt tokens can use, but at most
+    the share MAX_STEP_PAGES_SHARE."""
     most = int(memory_bytes * MAX_STEP_PAGES_SHARE)
     return region_bytes(layout, min(chunk_tokens, region_tokens(layout, most)))
 
 
 def held_chunk_tokens(layout: KVLayout, *, chunk_tokens: int, step_pages_bytes: int, num_blocks_more: int = 1) -> int:
-    """The chunk for which `request_pages` is the most that a request holds of windowed groups while it computes
-    `chunk_tokens`: itself, or less with step pages for it.
+    """The chunk length to give `request_pages` for a request that computes chunks of `chunk_tokens`, so that it counts
+    the most pages that the request then holds in windowed groups. Without enough step pages that is `chunk_tokens`
+    itself; with them it may be less, because passing blocks take no pages of the arena.
 
-    What must stay are the window before the chunk and the one at its end, each from a block boundary with a block
-    more, and the tokens from there on: w + 2 blocks each, where w = ceil((reach - 1) / page). request_pages counts
-    1 + w for a chunk's start, so a chunk of reach and two pages is counted in full.
-    Where requests hold no block more, the chunk's end has one all the same: at most 2 (reach - 1) + 5 pages of tokens,
-    and request_pages counts reach - 1 + chunk + a page less one.
+    What takes pages with step pages: the window before the chunk and the window at its end, each counted from a block
+    boundary and with one block more, and the tokens from there on. These are w + 2 blocks each, where
+    w = ceil((reach - 1) / page). `request_pages` counts 1 + w blocks before a chunk. So for a chunk of
+    reach tokens and two pages it counts all of these.
+
+    Where requests hold no block more, the end of the chunk has one all the same. Then at most 2 (reach - 1) tokens and
+    5 pages stay, and `request_pages` counts reach - 1 + chunk + page - 1 tokens.
     """
     if not 0 < chunk_tokens <= region_tokens(layout, step_pages_bytes):
         return chunk_tokens
@@ -128,9 +134,9 @@ def size_pool(
 ) -> PoolSize:
     """Slabs and step pages for `memory_bytes`, checked against one request of `max_model_len` tokens.
 
-    max_model_len None: the longest that fits, up to longest_model_len. A chunk too large for the memory
-    is reduced (to a page at least). There are no step pages where that request would not fit beside them.
-    Raises CapacityError with the bytes that would do.
+    max_model_len None: the longest that fits, up to longest_model_len. A chunk that is too large for the memory
+    is reduced, to one page at the least. If that request would not fit beside step pages, there are none.
+    Raises CapacityError, which says how many bytes would do, where that request does not fit at all.
     """
 
     def slabs(length: int, chunk: int) -> int:

@@ -1,8 +1,7 @@
 """What one layer keeps in the KV cache, and every rule that follows from it.
 
-All questions about lifetimes are answered here and nowhere else: the scheduler's sizing,
-admission, sliding, prefix matching and the attention metadata call these methods, so they
-cannot disagree.
+All questions about the lifetime of KV are answered here and nowhere else. Sizing, admission, sliding,
+prefix matching and the attention metadata call these methods, so they cannot disagree.
 
 A query at position q sees the keys [first_visible(q), q]. "Resume at n" means to compute the
 token at position n next, so `first_needed(n) == first_visible(n)`: what a resume needs live is
@@ -81,10 +80,10 @@ class KVCacheSpec:
     ) -> int:
         """Most pages one request can hold at once, exactly.
 
-        page_tokens: tokens per page; max_model_len: longest request in tokens;
-        chunk_tokens: most prompt tokens computed in one step; interval_tokens: how many tokens
-        leave the window before a slide during decode; num_blocks_more: 1 where a block below the window
-        is held as well (see RetentionPolicy), else 0.
+        page_tokens: tokens per page. max_model_len: longest request, in tokens.
+        chunk_tokens: most prompt tokens computed in one step.
+        interval_tokens: how many tokens leave the window before a slide during decode.
+        num_blocks_more: 1 where one block below the window is held as well (see RetentionPolicy), else 0.
         """
         whole = ceil_div(max_model_len, page_tokens)
         return min(
@@ -110,9 +109,9 @@ class KVCacheSpec:
     ) -> int:
         """Most pages held while decoding, one token a step.
 
-        The kept range starts at a page boundary that lags `first_needed` by less than
-        max(interval, page), and ends at the new token: reach - 1 + max(interval, page) tokens. A block more is
-        what the same rule keeps when it asks for the position a page before.
+        The kept range starts at a page boundary that lags behind `first_needed` by less than
+        max(interval, page) tokens, and ends at the new token. So it has at most reach - 1 + max(interval, page) tokens.
+        With `num_blocks_more`, the same rule is applied to the position one page earlier, which adds one page.
         """
         whole = ceil_div(max_model_len, page_tokens)
         if self.reach_tokens is None:
@@ -125,11 +124,11 @@ class KVCacheSpec:
     ) -> int:
         """Most pages held while a chunk of `chunk_tokens` is computed.
 
-        Each chunk slides first, so the kept range starts less than a page under the first key that
-        the chunk's first query sees: reach - 1 + chunk + page - 1 tokens.
+        The window slides before each chunk. So the kept range starts less than a page before the first key that
+        the chunk's first query sees, and has at most reach - 1 + chunk + page - 1 tokens.
 
-        With a block more it starts where the window at the last whole block's *end* does, less a page: that
-        block boundary may be a page less one token before the chunk.
+        With `num_blocks_more`, it starts one page before the window at the *end* of the last whole block before the
+        chunk. That end may lie up to a page less one token before the chunk.
         """
         whole = ceil_div(max_model_len, page_tokens)
         if self.reach_tokens is None:

@@ -33,8 +33,8 @@ LEAST_RATIO, MOST_RATIO = 1e-6, 1e6
 class SplitPools(NamedTuple):
     num_slabs: int  # the null slab included
     slab_quota: tuple[int, ...]  # slabs of each group's pool
-    chunk_tokens: int  # largest prefill chunk of one request that the windowed pools hold, up to what was asked for
-    interval_tokens: int  # the same of the eviction interval
+    chunk_tokens: int  # largest prefill chunk that the windowed pools hold of one request, up to what was asked for
+    interval_tokens: int  # largest eviction interval that they hold, up to what was asked for
     max_model_len: int
     rule: str  # how the pools were divided, in words
 
@@ -50,14 +50,15 @@ def is_splittable(layout: KVLayout) -> bool:
 
 
 def cell_bytes(layout: KVLayout, ratio: float) -> Fraction:
-    """Bytes that one token of full capacity takes, with the windowed capacity that comes with it, exactly."""
+    """Bytes that one token of full capacity takes together with the windowed capacity that comes with it, as an exact
+    fraction."""
     weighted = zip(_weights(layout, ratio), layout.groups, strict=True)
     return sum((weight * group_token_bytes(group) for weight, group in weighted), start=Fraction(0))
 
 
 def split_tokens(layout: KVLayout, memory_bytes: int, ratio: float) -> tuple[int, ...]:
-    """Tokens of each group's pool, whole pages, before slabs are rounded. Without both kinds of groups, each
-    gets the same number of tokens and `ratio` is not looked at."""
+    """Tokens of each group's pool, in whole pages, before the pools are rounded to slabs. In a model with one kind of
+    groups only, each gets the same number of tokens and `ratio` is ignored."""
     page_tokens = layout.page_tokens
     base = memory_bytes // cell_bytes(layout, ratio) // page_tokens * page_tokens
     return tuple(int(weight * base) // page_tokens * page_tokens for weight in _weights(layout, ratio))
@@ -78,15 +79,15 @@ def split_pools(
 ) -> SplitPools:
     """Pools of whole slabs for `memory_bytes`, checked against one request of `max_model_len` tokens.
 
-    ratio None: DEFAULT_RATIO; and where prefix caching is off, nothing but running requests can fill a windowed
-    pool (chunked prefill is always on), so it gets no more than max_num_seqs requests hold while one of them
-    computes a chunk, and full attention the rest. A ratio that is given is kept, whatever its value.
-    max_model_len None: the longest that fits, up to longest_model_len. Chunk and interval are reduced to what
-    the windowed pools hold, down to a page.
+    ratio None: DEFAULT_RATIO. Where prefix caching is off as well, only running requests can fill a windowed pool.
+    So it gets no more than max_num_seqs requests hold while one of them computes a chunk (chunked prefill is always
+    on), and full attention gets the rest. A ratio that is given is kept, whatever its value.
+    max_model_len None: the longest that fits, up to longest_model_len.
+    chunk_tokens, interval_tokens: reduced to what the windowed pools hold, to one page at the least.
     num_blocks_more: see KVCacheSpec.max_pages; None: 1 with prefix caching, 0 without.
-    Raises ConfigError when a ratio is given and there is nothing to divide; CapacityError, with what would do,
-    when a windowed pool has no more tokens than window + page, or a pool is below what one request needs with a
-    chunk and an interval of one page.
+    Raises ConfigError when a ratio is given and there is nothing to divide. Raises CapacityError, which says what would
+    do, when a windowed pool has no more tokens than window + page, or a pool is smaller than what one request needs
+    with a chunk and an interval of one page.
     """
     if num_blocks_more is None:
         num_blocks_more = int(enable_prefix_caching)
@@ -177,14 +178,17 @@ def check_ratio(ratio: float) -> float:
 
 
 def _weights(layout: KVLayout, ratio: float) -> list[Fraction]:
-    """Tokens of each group's pool per token of full capacity. Fractions: 0.8 * N must not fall below a page
-    boundary for want of a bit, so 0.8 means the decimal that was typed."""
+    """Tokens of each group's pool per token of full capacity.
+
+    They are exact fractions, and 0.8 means the decimal number that was typed. In floating point, a rounding error of
+    0.8 * N could cost a whole page."""
     of_windowed = Fraction(str(ratio)) if is_splittable(layout) else Fraction(1)
     return [of_windowed if group.spec.is_windowed else Fraction(1) for group in layout.groups]
 
 
 def _ratio_quota(layout: KVLayout, num_slabs: int, ratio: float) -> tuple[int, ...]:
-    # Of a slab, what the group that wastes most of it can use: then the pools' slabs never exceed num_slabs - 1.
+    # Count of each slab only what the group that wastes most of it can use. Then the pools never take more than
+    # num_slabs - 1 slabs.
     usable_units = min(group.pages_per_slab * group.page_units for group in layout.groups)
     usable_bytes = max(0, num_slabs - 1) * usable_units * layout.unit_bytes
     return tuple(
@@ -194,8 +198,8 @@ def _ratio_quota(layout: KVLayout, num_slabs: int, ratio: float) -> tuple[int, .
 
 
 def _capped_quota(layout: KVLayout, num_slabs: int, most_pages: tuple[int, ...]) -> tuple[int, ...]:
-    """Windowed pools of `most_pages` (but enough to pass the check, and no more than the default ratio gives);
-    the full groups share the rest in equal numbers of tokens."""
+    """Slabs of each group's pool: windowed groups get `most_pages` (but enough for `_shortage` to let them pass, and no
+    more than the default ratio gives); full groups share the rest, each the same number of tokens."""
     quota = list(_ratio_quota(layout, num_slabs, DEFAULT_RATIO))
     for index, group in enumerate(layout.groups):
         if group.spec.is_windowed:
@@ -219,7 +223,7 @@ def _pool_pages(layout: KVLayout, quota: tuple[int, ...]) -> list[int]:
 
 
 def _least_tokens(layout: KVLayout, group: KVGroup) -> int:
-    """A windowed pool must hold more than this: window + page."""
+    """Window + page: a windowed pool must hold more tokens than this."""
     assert group.spec.reach_tokens is not None
     return group.spec.reach_tokens + layout.page_tokens
 
@@ -278,12 +282,13 @@ def _rule(layout: KVLayout, ratio: float | None, enable_prefix_caching: bool) ->
 
 
 def _largest(upper: int, fits: Callable[[int], bool]) -> int:
-    """Largest n in [0, upper] for which the predicate holds, which it does up to some n (0 if none)."""
+    """Largest n in [0, upper] for which `fits` holds; 0 if there is none. `fits` must hold up to some n and for none
+    above."""
     return bisect.bisect_left(range(1, upper + 1), True, key=lambda n: not fits(n))
 
 
 def _smallest(fits: Callable[[int], bool]) -> int:
-    """Smallest n >= 1 for which the predicate holds, which it does from some n on."""
+    """Smallest n >= 1 for which `fits` holds. `fits` must hold from some n on, and for none below."""
     upper = 1
     while not fits(upper):
         upper *= 2

@@ -8,12 +8,12 @@ import numpy as np
 
 from lamella.kv_cache.page_transfers import PageCopies, PageMoves
 
-NO_STAMP = -1  # of a table of which nothing is known
+NO_STAMP = -1  # stands for a table of which nothing is known
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One group's part of the step, for R requests with T new tokens; see AttentionMetadata for the arrays."""
+    """One group's part of the step, for R requests with T new tokens in all. AttentionMetadata explains the arrays."""
 
     block_tables: np.ndarray  # int64 [R, width]; width may exceed what any row needs, and is NULL_PAGE there
     first_blocks: np.ndarray  # int64 [R]
@@ -24,10 +24,11 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class TableVersions:
-    """Which rows' tables a plan has, for whoever keeps a copy of them by row and wants to know what changed.
+    """Which rows' tables a plan has, and their stamps: for whoever keeps a copy of the tables by row, and wants to know
+    what has changed.
 
-    A row's table whose stamp is what it was has the entries that it had, and perhaps new blocks behind them. Of a table
-    whose stamp is another, or NO_STAMP, any entry may differ. No two tables ever have the same stamp.
+    A table whose stamp is the same as before has the same entries as before, and perhaps new blocks behind them. In a
+    table with another stamp, or with NO_STAMP, any entry may differ. No two tables ever have the same stamp.
     """
 
     rows: np.ndarray  # int64 [R], each once
@@ -36,7 +37,9 @@ class TableVersions:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
+    """All that a step must know of the KV memory, from BlockManager.plan_step."""
+
     groups: tuple[GroupPlan, ...]
     tables: TableVersions
-    moves: tuple[PageMoves, ...]  # in this order: a page may move on, and its place be used again
-    first_step_slot: int  # slots from here on lie in step pages: what they hold is for this step alone
+    moves: tuple[PageMoves, ...]  # in this order: a later one may move a page on, or into a place that became free
+    first_step_slot: int  # slots with this number or a greater one lie in step pages, which hold KV for this step only

@@ -1,4 +1,5 @@
-"""Which entries of the rows' block tables a copy lacks: what changed since the last plan that it took in."""
+"""What to write into a copy of the rows' block tables: the entries that have changed since it was last brought up to
+date."""
 
 from __future__ import annotations
 
@@ -10,26 +11,28 @@ import numpy as np
 from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.step_memory import NO_STAMP, GroupPlan, TableVersions
 
-UNKNOWN_PAGE = -2  # not what any table has
+UNKNOWN_PAGE = -2  # differs from every page that a table can have
 
 
 class TableChanges(NamedTuple):
-    """Entries to write, each once: its place among the entries of all tables, and its page."""
+    """Entries to write, each once: for each its place among the entries of all tables, and the page to write there."""
 
     places: np.ndarray  # int64 [n]
     pages: np.ndarray  # int64 [n]
 
 
 class TableCopy:
-    """Says what to write into a copy of the block tables that is kept elsewhere, by row, and what is in it already.
+    """Keeps track of a copy of the block tables that lies elsewhere, by row, and says what to write into it.
 
-    A group's table has a line of `widths[group]` entries for each row; block b of the row is in column b % width. So a
-    window slides without moving anything: what left it is written over by what comes a width later. The entries of all
-    groups lie one after the other. At first all are NULL_PAGE.
+    A group's table has a line of `widths[group]` entries for each row. Block b of the row is in column b % width, so
+    nothing has to move when a window slides: an entry that has left the window is overwritten by the one that comes a
+    width later. The entries of all groups lie one after the other. At first all are NULL_PAGE.
 
-    A change is an event: a new block is one entry; a row whose stamp changed is compared entry by entry with what the
-    copy has. Other rows cost a comparison of numbers. `changes` and `wrote` go together: where the first was not
-    followed by the second, the copy may or may not have been written, and its entries are all taken for unknown.
+    Only changes cost time. A new block is one entry. A row whose stamp has changed is compared with the copy entry by
+    entry. For every other row two numbers are compared.
+
+    `changes` and `wrote` go together. If `changes` was not followed by `wrote`, the copy may or may not have been
+    written; then the next `changes` takes all entries of the copy for unknown.
     """
 
     def __init__(self, num_rows: int, widths: Sequence[int]) -> None:
@@ -38,12 +41,12 @@ class TableCopy:
         self._begins = [num_rows * sum(widths[:group]) for group in range(len(widths))]
         self._entries = np.full(self.num_entries, NULL_PAGE, dtype=np.int64)
         self._stamps = np.full((len(widths), num_rows), NO_STAMP, dtype=np.int64)
-        self._num_blocks = np.zeros((len(widths), num_rows), dtype=np.int64)  # of each row, up to the last in the copy
+        self._num_blocks = np.zeros((len(widths), num_rows), dtype=np.int64)  # of each row, how many the copy has
         self._is_exact = True
 
     def changes(self, groups: Sequence[GroupPlan], versions: TableVersions, num_blocks: np.ndarray) -> TableChanges:
-        """What the copy lacks of these tables, from each row's first block up to num_blocks (int64 [R], not included).
-        The rows and widths must suffice (see `needs`). After `wrote` they are in the copy."""
+        """The entries of these tables that the copy lacks, from each row's first block up to num_blocks (int64 [R], not
+        included). The copy must have enough rows and columns (see `needs`). After `wrote` they count as written."""
         if not self._is_exact:
             self._entries[:] = UNKNOWN_PAGE
             self._stamps[:] = NO_STAMP
@@ -93,8 +96,8 @@ class TableCopy:
 def needs(
     groups: Sequence[GroupPlan], versions: TableVersions, num_blocks: np.ndarray, is_windowed: Sequence[bool]
 ) -> tuple[int, list[int]]:
-    """(rows, width of each group) that a copy must have at least for a plan: of a group without windows, a line has
-    all blocks of a row."""
+    """(number of rows, width of each group) that a copy must have at least for a plan. In a full group a line must have
+    room for all blocks of a row; in a windowed group, for those from the row's first block on."""
     widths = [
         int((num_blocks - part.first_blocks if windowed else num_blocks).max(initial=0))
         for part, windowed in zip(groups, is_windowed, strict=True)

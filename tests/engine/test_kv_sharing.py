@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from lamella import Engine, InvariantError, SamplingParams
-from lamella.engine import model_setup
+from lamella.engine import model_opening
 from lamella.model_executor.weights.loading import load_config
 from lamella.native.library import load_library
 from tests.helpers.tiny_gemma import save_tiny_gemma
@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
         ]
         return dataclasses.replace(config, layers=tuple(layers))
 
-    monkeypatch.setattr(model_setup, "load_config", load)
+    monkeypatch.setattr(model_opening, "load_config", load)
     return str(tmp_path)
 
 
@@ -56,7 +56,7 @@ def test_the_engine_gives_shared_layers_no_memory(folder, is_uniform, groups):
 
 def test_a_model_that_has_its_own_kv_after_all_is_stopped(tmp_path, monkeypatch):
     save_tiny_gemma(tmp_path)
-    monkeypatch.setattr(model_setup, "kv_sharing", lambda config: KV_SHARING)
+    monkeypatch.setattr(model_opening, "kv_sharing", lambda config: KV_SHARING)
     with Engine(
         model=str(tmp_path), dtype="float32", device="cpu", kv_cache_memory_bytes=2**20, max_model_len=64
     ) as engine:

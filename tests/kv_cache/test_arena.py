@@ -56,7 +56,7 @@ def test_placement_order():
     assert {page // 5 for page in other} != {page // 5 for page in mine}
     assert len({page // 5 for page in other}) == 1
     arena.free(0, other[0])  # now 4 used there, 2 used in mine: the fullest partly used slab is next
-    assert arena.allocate(0, 1, near_page=mine[0]) == [other[0]]  # also for a full group that names another page
+    assert arena.allocate(0, 1, near_page=mine[0]) == [other[0]]  # a full group too, whichever page it names
     assert arena.allocate(0, 1)[0] // 5 == mine[0] // 5
 
 

@@ -79,7 +79,7 @@ class Model:
         return len(used) * self.pages_per_slab(group) - sum(map(len, used.values()))
 
     def cheapest_units(self, group: int, immovable: set[int]) -> int | None:
-        """Units to move to empty a slab for `group`, by trying every slab of every other group; None: no way."""
+        """Fewest units to move to empty a slab for `group`, by trying every slab of every other group; None: no way."""
         costs = []
         for other in range(len(self.layout.groups)):
             used = self.used_by_slab(other)

@@ -59,7 +59,7 @@ def test_the_soonest_of_those_who_expect_a_prefix_counts():
 
 
 def test_who_waits_no_more_keeps_nothing():
-    """Settled, A is as old as when it was expected: used after the others."""
+    """Once both requests for A have withdrawn, A is as old as when it was expected: it was used after the others."""
     simulation = warm()
     manager = simulation.manager
     first, second = manager.expect(longer("a"), None, 1), manager.expect(longer("a"), None, 2)

@@ -1,4 +1,4 @@
-"""Tables that are gathered bit by bit equal tables that are gathered afresh."""
+"""Tables that are brought up to date where something changed equal tables that are gathered anew."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TestGather:
             assert self.assert_right(manager, tables, [0]) == [8, 8]
 
     def test_rows_that_skip_a_step_are_found_again(self):
-        """Meanwhile the arrays were replaced, for another row needed wider ones."""
+        """While they were away the arrays were replaced, because another row needed wider ones."""
         manager = self.manager()
         tables = GatheredTables(manager.inspect().rows)
         for row in range(3):

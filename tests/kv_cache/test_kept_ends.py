@@ -90,11 +90,11 @@ def check(case: Case) -> None:
     simulation, tokens, num_computed, end = run_to_the_end(case)
     while simulation.manager.inspect().tree.spare:
         simulation.manager.inspect().tree.evict_one()
-    # Who resumed where another prompt was kept holds what that had, and no window below.
+    # A request that resumed at a kept place has the window of that place, and none below it.
     lowest = case.num_shared + 2 if case.num_shared else 0
     promised = range(max(0, end - case.page_tokens, lowest - case.page_tokens), end + 1)
     assert [found(simulation, tokens, shared) for shared in promised] == [*promised]
-    # The rest of a prompt's last block is not in the tree before it is full or the request ends.
+    # The tokens after a prompt's last whole block are in the tree only when that block is full or the request ends.
     if case.end == "prompt" and not case.is_late:
         assert found(simulation, tokens, num_computed) == end
 

@@ -18,8 +18,8 @@ WINDOWS = [3, 8, 9, 10, 16]
 
 
 def left_blocks(simulation: Simulation, window: int) -> dict[int, set[int]]:
-    """Row -> sliding blocks that the tree has and the row does not, and that a prompt needs which parts from it a block
-    before the end of its last whole block or later."""
+    """Row -> the sliding blocks that are left for its end: the tree has them, the row does not, and they are needed by
+    a prompt that parts from the row inside its last whole block or later."""
     parts, rows, left = simulation.manager.inspect(), simulation.scheduler.rows, {}
     for row in simulation.scheduler.running:
         num_blocks = int(rows.num_computed[row]) // PAGE_TOKENS
@@ -34,8 +34,8 @@ def left_blocks(simulation: Simulation, window: int) -> dict[int, set[int]]:
 
 
 def busy(window: int, *, spare: bool) -> Simulation:
-    """Four ends of requests that are done, and three requests that generate, two tokens into a block and so far from
-    their prompts that no place to resume holds what they slide past."""
+    """Four requests are done, so their ends are kept. Three generate: each is two tokens into a block, and so far from
+    its prompt that no resume point holds what it slides past."""
     simulation = Simulation(
         [full(), sliding(window), sliding(window)], page_tokens=PAGE_TOKENS, max_model_len=100,
         extra_slabs=200, chunk_tokens=96,
@@ -94,7 +94,8 @@ def test_those_that_slid_first_go_first(window):
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_generating_request_owns_its_window_alone(window):
-    """As far as it may with an interval of a block; the rest counts as idle memory."""
+    """With an interval of one block, it owns the window as it was when its last block began, and nothing before that.
+    What it left for its end counts as idle memory."""
     simulation = busy(window, spare=False)
     manager = simulation.manager
     num_left = sum(map(len, left_blocks(simulation, window).values()))
@@ -102,7 +103,7 @@ def test_a_generating_request_owns_its_window_alone(window):
     idle_bytes, page_bytes = parts.supply.idle_bytes(), manager.layout.groups[1].page_bytes
     for row in simulation.scheduler.running:
         num_blocks = int(parts.rows.num_blocks[row])
-        grown_at = (num_blocks - 1) * PAGE_TOKENS  # when its last block began
+        grown_at = (num_blocks - 1) * PAGE_TOKENS  # where its last block begins
         needed = num_blocks - max(0, grown_at - window + 1) // PAGE_TOKENS
         assert (parts.rows.pages[1, row] != NULL_PAGE).sum() == needed
     assert manager.usage()[manager.layout.groups[1].name].owned == parts.supply.num_owned[1]
@@ -140,7 +141,7 @@ def test_forgetting_the_cache_forgets_them(spare):
 
 
 def end_of(simulation: Simulation, request_id: str) -> tuple[list[int], int]:
-    """Abort the running request and leave nothing spare: its tokens, and how many were computed."""
+    """Abort the running request and evict all spare pages. Returns its tokens, and how many were computed."""
     rows, row = simulation.scheduler.rows, simulation.requests[request_id].row
     end = int(rows.num_computed[row])
     tokens = rows.tokens[row, : end + 1].tolist()

@@ -30,7 +30,7 @@ def pressed(layout: str, num_slabs: int, **options):
 
 
 def watch_moves(simulation) -> Counter[str]:
-    """From now on counts what plans have to do with moves, and asserts that a plan has all that were made."""
+    """Count from now on the moves in plans, and assert that each plan has all moves that were made for it."""
     manager, schedule, seen = simulation.manager, simulation.scheduler.schedule, Counter()
 
     def watched():
@@ -114,7 +114,7 @@ def step_fails_if_it_moves(simulation) -> bool:
 
 
 def test_contents_follow_through_random_lives():
-    """What is rare, a move together with copies on write or of shared pages, must have happened."""
+    """The rare cases must have happened: a move in the same step as a copy on write, and a move of shared pages."""
     seen: Counter[str] = Counter()
     for seed in range(24):
         seen += life(seed)
@@ -153,7 +153,7 @@ def test_a_slab_comes_free_for_another_group():
     assert manager.inspect().arena.num_lent_slabs == [2, 2]
     before, stamps = manager.inspect().rows.pages[:, :6, 0].copy(), manager.inspect().rows.stamps.copy()
     assert len({page // 3 for page in before[0, [1, 5]].tolist()}) == 2
-    assert manager.inspect().arena.allocate(1, 4) is not None  # somebody else's
+    assert manager.inspect().arena.allocate(1, 4) is not None  # another request's
     assert manager.grow(1, 4, 4, is_prefill=False)
     assert manager.inspect().supply.num_slab_moves == 1
     assert manager.inspect().supply.num_moved_pages == 1
@@ -180,7 +180,7 @@ def test_the_target_of_a_copy_stays_while_other_pages_move():
     assert manager.begin(0, manager.match(tokens))
     assert manager.grow(0, 0, 6, is_prefill=True)
     manager.release(0, tokens, 6)
-    (beside_cached,) = manager.inspect().arena.allocate(0, 1)  # somebody else's, as is a slab full of pages
+    (beside_cached,) = manager.inspect().arena.allocate(0, 1)  # another request's, which has a slab full of pages too
     others = manager.inspect().arena.allocate(0, 3)
     match = manager.match(tokens)
     assert match.num_tokens == 6

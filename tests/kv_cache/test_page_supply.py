@@ -1,4 +1,5 @@
-"""Pages for rows: all or none, counted by walking the tables, free when the last one lets go."""
+"""Pages for rows: a row gets all it asks for or none, the counts equal those found in the tables, and a page is free
+when the last row has let it go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places to resume that a later prompt led on from are worth little, and go before older ones."""
+"""Resume points that a later prompt has passed are worth little: they are evicted before older ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def found(simulation: Simulation, prompt) -> int:
 
 
 def chat(num_tokens: int = 8) -> tuple[Simulation, list[int]]:
-    """A bystander's prompt, then one turn of a chat: places to resume at 20 and after the last computed token."""
+    """An unrelated prompt (the bystander), then one turn of a chat. The turn leaves resume points at 20, its prompt's
+    end, and after its last computed token."""
     simulation = Simulation(HYBRID, page_tokens=4)
     serve(simulation, BYSTANDER)
     serve(simulation, PROMPT, num_tokens)
@@ -51,7 +52,7 @@ def test_the_next_turn_passes_the_turn_before():
 
 
 def test_the_end_of_a_turn_is_passed_as_soon_as_the_next_one_starts():
-    """20 is passed once the next turn was admitted, before its prompt is through."""
+    """The place at 20 is passed as soon as the next turn is admitted, before its prompt is computed."""
     simulation, turn = chat()
     simulation.add("second", [*turn, *[45] * 34], 1)
     for _ in range(2):  # the second leaves the window at 20 behind
@@ -64,7 +65,7 @@ def test_the_end_of_a_turn_is_passed_as_soon_as_the_next_one_starts():
 
 
 def test_a_prompt_computed_anew_passes_what_lies_on_its_way():
-    """A longer prompt whose first half has its window at 20 only: found there, kept at its own end."""
+    """The first half of a longer prompt has a window at 20 only: it is found up to there, and kept at its own end."""
     simulation, _ = chat(1)
     longer = [*PROMPT, *[45] * 12]
     assert serve(simulation, longer) == 20
@@ -74,8 +75,8 @@ def test_a_prompt_computed_anew_passes_what_lies_on_its_way():
 
 
 def test_a_place_where_prompts_part_is_not_passed():
-    """From 20 the first prompt's answer and three more prompts lead on: it was used after all but the last of them,
-    and goes after them."""
+    """The first prompt's answer and three more prompts lead on from 20. That place was last used when the last of them
+    began, so it goes after the ends of all others."""
     simulation, _ = chat()
     prompts = [[*PROMPT, *[45 + index] * 8] for index in range(3)]
     assert [serve(simulation, prompt) for prompt in prompts] == [20, 20, 20]

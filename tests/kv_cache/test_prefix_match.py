@@ -18,7 +18,8 @@ FIRST_NEEDED = {
 
 
 def longest_by_trying(rules, live, limit, page_tokens) -> int:
-    """The largest position of which every block is live that holds a needed key, and the one that it lies inside of."""
+    """The largest position where a prompt can resume: every block that holds a needed key is live, and so is the block
+    that the position lies inside of."""
 
     def is_resume(position: int) -> bool:
         for (kind, size), alive in zip(rules, live, strict=True):

@@ -27,7 +27,7 @@ def finder_of(parts) -> PromptFinder:
 
 
 def committed(specs, *prompts: np.ndarray, **options):
-    """Parts in whose tree are these prompts, each in a row of its own; what each ends with is a resume point."""
+    """Parts whose tree has these prompts, each from a row of its own and with a resume point at its end."""
     parts = make_parts(specs, **options)
     for row, tokens in enumerate(prompts):
         occupy(parts, row, len(tokens))
@@ -78,7 +78,7 @@ def test_what_is_expected_is_what_would_be_found_with_its_bytes():
     """A page of the full group has 4 tokens of 4 bytes, and one of the two windows' group twice as many. Of 16 tokens,
     all four full pages count, and of a window of 9 the blocks from token 8 on."""
     parts = committed([full(), sliding(9), sliding(9)], tokens_of(16))
-    parts.tree.refs[:] = 0  # as if the row had gone: what a running request has is there anyway
+    parts.tree.refs[:] = 0  # as if the row had gone: pages that a running request uses do not count
     finder = finder_of(parts)
     expectation = finder.expect(tokens_of(17), None, 7)
     assert expectation is not None

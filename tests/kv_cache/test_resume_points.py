@@ -1,4 +1,5 @@
-"""The order of eviction against a list in which every one is looked at; and that the cache's costs do not grow."""
+"""The order of eviction, against a model that looks at every resume point; and that the cache's costs do not grow with
+the number of prompts."""
 
 from __future__ import annotations
 
@@ -149,8 +150,8 @@ def test_a_prompt_costs_the_same_beside_many_siblings(specs, num_shared):
 
 
 def test_an_eviction_costs_the_same_where_many_requests_wait():
-    """Each expects a prefix of its own, and what it is to start from: that the last to run are the first to go is
-    known without a look at the others."""
+    """Each expects a prefix of its own. The one whose request runs last goes first, and is found without a look at the
+    others."""
     costs = []
     for num_prompts in (100, 1000):
         simulation, _ = warm(num_prompts, [full(), sliding(4)], num_shared=1)
@@ -178,8 +179,8 @@ def test_an_eviction_costs_the_same_where_many_requests_wait():
 
 @pytest.mark.parametrize("specs", [[full()], [full(), sliding(4)]], ids=["full", "hybrid"])
 def test_resume_points_that_free_nothing_are_looked_at_once(specs):
-    """Turns of many conversations, of which the earlier ones were passed: they are first in line, and without the
-    windows that they held, or where there are none, letting them go frees nothing."""
+    """Many conversations of several turns, of which the earlier ones were passed and so are the first to go. Once their
+    windows are gone, or where there are none, letting them go frees nothing."""
     costs = []
     for num_prompts in (50, 1000):
         simulation, _ = warm(num_prompts, specs, num_shared=1)

@@ -13,7 +13,7 @@ PROMPT = list(range(48))
 
 
 def hit_after(retention, specs=HYBRID, *, shared=26):
-    """Tokens that a prompt finds which parts from an earlier, finished one after `shared` tokens."""
+    """How many tokens are found of a prompt that parts from an earlier, finished one after `shared` tokens."""
     simulation = Simulation(specs, page_tokens=4, max_model_len=96, retention=retention)
     simulation.add("first", PROMPT, 8)
     simulation.run()

@@ -80,7 +80,7 @@ def test_pending_blocks_are_there_to_share_before_they_are_computed():
 @pytest.mark.parametrize("spec", [sliding(2), sliding(9), chunked(8), chunked(12)])
 @pytest.mark.parametrize("num_tokens", [5, 16, 23, 24, 37])
 def test_the_end_holds_what_any_resume_in_its_last_block_sees(spec, num_tokens):
-    """And a block more than that: by looking at each position from a block before the end on."""
+    """It holds one block more than the window: what a query sees at each position from a block before the end on."""
     parts, tokens = make_parts([full(), spec]), tokens_of(num_tokens)
     occupy(parts, 0, num_tokens)
     parts.commits.commit_end(0, tokens, num_tokens)

@@ -1,4 +1,4 @@
-"""Tables of rows: stamps that never come twice, and rows that are as new when they are empty."""
+"""Tables of rows: no stamp comes twice, and a row that was emptied is like a new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows let go of their windows: against a search, block by block, for what can still be seen."""
+"""What rows let go of their windows, against a search, block by block, for what can still be seen."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_spare_pages_go_first_and_take_no_resume_point_with_them():
 
 
 def test_pages_that_a_request_uses_are_not_spare():
-    """It resumes at 24, needs blocks 4 and 5 (keys 16 to 23), and with all spare pages evicted still has them."""
+    """A request resumes at 24 and needs blocks 4 and 5 (keys 16 to 23). With no spare pages left it still has them."""
     simulation = idle(chunk_tokens=8)
     request = simulation.add("r", [*PROMPT[:24], *[47] * 20], 5)
     simulation.step()
@@ -81,7 +81,7 @@ def test_pages_that_a_request_uses_are_not_spare():
 
 
 def test_pages_that_a_resume_point_holds_are_not_spare():
-    """The second prompt parts at 24: blocks 4 and 5 are held from then on, whoever slides out of them."""
+    """The second prompt parts at 24: from then on blocks 4 and 5 are held, even when requests slide past them."""
     simulation = idle()
     serve(simulation, [*PROMPT[:24], *[49] * 20])
     assert not {20, 24} & set(spare_ends(simulation)[:7])

@@ -331,7 +331,8 @@ def test_tight_memory_gives_what_the_prompts_foretell(page_tokens, specs, kv_sha
 
 
 def test_prompts_are_found_again_where_they_end_and_where_they_part():
-    """As with pages for all: the third prompt that parts at 40 finds it, and the next turn all of the turn before."""
+    """Hits are as without step pages: the third prompt that parts at 40 finds that place, and the next turn finds all
+    of the turn before."""
     simulation = Simulation(
         HYBRID, page_tokens=4, max_model_len=120, chunk_tokens=100, step_tokens=100, never_idle=True,
         windowed_replay=False,
@@ -359,7 +360,7 @@ def test_a_preempted_prefill_resumes_where_it_was():
 
 
 def test_idle_memory_that_is_not_to_be_had_leaves_the_step_pages():
-    """Idle by the bytes, but in 9 slabs there are 10 full pages and 4 sliding ones at most."""
+    """By its bytes enough memory idles, but 9 slabs hold at most 4 sliding pages beside 10 full ones."""
     manager = manager_of(num_slabs=10, never_idle=False)
     manager.inspect().supply.idle_bytes = lambda: 480
     start(manager, 0, tokens(60), 40)

@@ -41,7 +41,7 @@ def test_a_prompt_is_admitted_by_the_window_it_can_hold():
 
 
 def test_what_can_never_fit_is_refused_at_start_up():
-    """It waited in the queue forever instead (vLLM #39734). Five pages hold no 256 tokens; a length that
+    """In vLLM it waited in the queue forever (vLLM #39734). Five pages hold no 256 tokens; a length that
     start-up finds by itself does run."""
     layout = build_layout([full(), sliding(64)], page_tokens=16)
     sizes = {"longest_model_len": 256, "chunk_tokens": 128, "interval_tokens": 16}

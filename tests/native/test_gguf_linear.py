@@ -137,7 +137,7 @@ def test_panels_are_about_as_large_as_the_file(type_name, share):
 def test_errors_name_what_was_given():
     data = random_blocks("Q8_0", 20, 64)
     with pytest.raises(
-        ConfigError, match="IQ2_XS has no kernel; there are Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0"
+        ConfigError, match="IQ2_XS has no kernel; there are MXFP4, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0"
     ):
         pack_gguf(data, "IQ2_XS")
     with pytest.raises(ConfigError, match=r"uint8 \[20, 68\]; Q6_K takes uint8 \[outputs, n \* 210\]"):

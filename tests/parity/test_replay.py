@@ -18,7 +18,7 @@ from lamella import LLM, SamplingParams
 from lamella.attention.contract import AttentionParams
 from lamella.attention.reference import ReferenceBackend
 from lamella.attention.torch_backend import TorchBackend
-from lamella.engine import model_setup
+from lamella.engine import model_opening
 from lamella.kv_cache import invariants
 from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.retention import RetentionPolicy
@@ -56,7 +56,7 @@ class Answer(NamedTuple):
 
 @pytest.fixture
 def small_windows(monkeypatch):
-    load_config = model_setup.load_config
+    load_config = model_opening.load_config
 
     def load(source):
         config = load_config(source)
@@ -69,7 +69,7 @@ def small_windows(monkeypatch):
         assert [layer for layer, each in enumerate(layers) if each.attention.window_tokens] == list(SLIDING_LAYERS)
         return dataclasses.replace(config, layers=tuple(layers))
 
-    monkeypatch.setattr(model_setup, "load_config", load)
+    monkeypatch.setattr(model_opening, "load_config", load)
 
 
 def gemma(**arguments):

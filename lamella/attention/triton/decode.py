@@ -30,7 +30,7 @@ from lamella.attention.triton.shapes import LayerShape, page_view
 from lamella.attention.triton.tuning import Tile
 from lamella.attention.triton.window_indices import WindowIndices
 
-MERGED_SEGMENTS = 16  # at a time
+MERGED_SEGMENTS = 16  # how many segments are merged at a time
 MERGE_TILE = Tile(block_m=1, block_n=MERGED_SEGMENTS, num_warps=4, num_stages=2)
 BATCH_DEPENDENT = ("table_stride", "scratch_segments", "segments_per_program")
 BATCH_DEPENDENT_POINTERS = ("query", "out", "tables", "table_places", "first_blocks", "seq_lens", "first_keys")
@@ -303,8 +303,8 @@ def count_scratch_segments(max_tokens: int, reach_tokens: int | None, *, segment
     """Most segments that any request has whose block table covers `max_tokens`."""
     if reach_tokens is not None:
         max_tokens = min(max_tokens, reach_tokens)
-    # A run of so many tokens can touch that many segments of the shortest length. With longer segments, max_segments of
-    # them hold what is seen, plus one if the first begins before it.
+    # max_tokens in a row can touch as many segments of the shortest length as the first term says, and one more. Where
+    # segments are longer, max_segments of them hold what is seen, and one more if the first begins before it.
     return min((max_tokens + segment_tokens - 2) // segment_tokens, max_segments) + 1
 
 

@@ -64,8 +64,8 @@ def load_rows(pointers, present, DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
 
 @triton.jit
 def widened(stored, dtype: tl.constexpr, FP8_MANTISSA: tl.constexpr):
-    """K or V as loaded, in `dtype`. Float16 holds both kinds of fp8: e5m2 is its upper half, e4m3 counts exponents from
-    elsewhere."""
+    """K or V as loaded, in `dtype`. Float16 can hold both kinds of fp8: e5m2 is its upper half, and e4m3 has another
+    exponent bias."""
     if FP8_MANTISSA == 0:
         result = stored.to(dtype)
     else:
@@ -91,7 +91,8 @@ def stored(x, dtype: tl.constexpr, FP8_MANTISSA: tl.constexpr):
         dropped: tl.constexpr = 23 - FP8_MANTISSA
         bias: tl.constexpr = (1 << (6 - FP8_MANTISSA)) - 1
         largest: tl.constexpr = 0x7E if FP8_MANTISSA == 3 else 0x7B
-        # Its last bit is one step of the format's subnormals: added to these, it rounds them to whole steps.
+        # The last bit of this float32 is one step of the format's subnormals. So adding it to one of these rounds that
+        # to whole steps.
         adder: tl.constexpr = 16384.0 if FP8_MANTISSA == 3 else 128.0
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF

@@ -36,9 +36,9 @@ BATCH_DEPENDENT_POINTERS = (
 def find_request(tile, query_start, first_request, num_requests, BLOCK_QUERIES: tl.constexpr):
     """(request whose queries tile number `tile` holds, which tile of the request it is).
 
-    Request i (counted from first_request) begins at tile start_i // BLOCK_QUERIES + i, start_i being its first row: no
-    two share a tile, all have enough of them, and the last ones may have no queries. So the grid follows from the
-    number of tokens and requests alone.
+    Request i (counted from first_request) begins at tile start_i // BLOCK_QUERIES + i, where start_i is its first row.
+    So no two requests share a tile, and each has enough tiles; its last may have no queries. The size of the grid
+    follows from the number of tokens and requests alone.
     """
     first_row = tl.load(query_start + first_request)
     low = tile * 0
@@ -88,12 +88,12 @@ def attend_keys(
     BLOCK_N: tl.constexpr,
     FP8_MANTISSA: tl.constexpr,
 ):
-    """The online softmax over tiles [begin, pause) and [resume, end) of keys, both at an edge or (EDGE false) both
-    seen whole by every query: one loop for two edges halves the code.
+    """The online softmax over tiles [begin, pause) and [resume, end) of keys. With EDGE both ranges are at an edge of
+    the band; without, every query sees all of both. One loop for two edges halves the code.
 
-    At an edge, keys below first_key or from end_key on are not read, for they may not exist. The others are seen by
-    some query, and one whose value is not finite gets NaN for a score and zeros for a value: it reaches the queries
-    that see it and, unlike 0 * NaN, no others.
+    At an edge, keys below first_key or from end_key on are not read, for they may not exist. Every other key is seen by
+    some query. One whose value is not finite gets NaN for a score and zeros for a value. So it reaches the queries that
+    see it and, unlike 0 * NaN, no others.
     """
     skipped = resume - pause
     for number in range(begin, end - skipped):
@@ -316,8 +316,8 @@ def prefill(
     tile: Tile,
     first_request: int,
 ) -> None:
-    """See AttentionBackend.prefill; query and out hold the rows of the requests from `first_request` on, which must
-    be 0 or not after the first that is no decode: decode rows may be among them."""
+    """See AttentionBackend.prefill; query and out hold the rows of the requests from `first_request` on. This is at
+    most metadata.num_decodes; where it is less, decode rows are among them."""
     shape = LayerShape.of(params, cache, query.dtype)
     constants = prefill_constants(
         shape,

@@ -111,9 +111,9 @@ def unsupported(spec: KVCacheSpec) -> str | None:
 
 
 def check_tables(spec: KVCacheSpec, metadata: AttentionMetadata) -> None:
-    """Whether every block table covers what its request's first query sees, on the host's copies; once per step.
+    """Check, on the host's copies and once per step, that every block table covers what its request's first query sees.
 
-    Raises InvariantError where one starts above it. (Kernels cannot raise: they would read another's memory.)
+    Raises InvariantError where one starts above it. (Kernels cannot raise: they would read another request's memory.)
     """
     if spec in metadata.memo.covered_specs:
         return

@@ -38,8 +38,8 @@ class WindowIndices:
 
 @triton.jit
 def window_of(request, present, seq_lens, first_keys, reach, RULE: tl.constexpr, PAGE_TOKENS: tl.constexpr):
-    """(first key that the request's last token sees, in how many pages the keys from there on are); none where the
-    request has no tokens or `present` is false."""
+    """(first key that the request's last token sees, number of pages that hold the keys from there on). The number is 0
+    where the request has no tokens or `present` is false."""
     seq_len = tl.load(seq_lens + request, mask=present, other=0)
     first = tl.maximum(first_visible(seq_len - 1, reach, RULE), tl.load(first_keys + request, mask=present, other=0))
     return first, tl.where(seq_len > 0, tl.cdiv(seq_len, PAGE_TOKENS) - first // PAGE_TOKENS, 0)
@@ -62,8 +62,8 @@ def window_indices_kernel(
     PAGE_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (request, block of its list). Where the list begins it adds up itself, from the lengths of the contexts
-    before: they are few, and a launch for the sum would cost more."""
+    """Program (request, block of its list). Each program adds up by itself where its list begins, from the windows of
+    the requests before: these are few, and a launch for the sum would cost more."""
     request = tl.program_id(0)
     before = tl.zeros([BLOCK], tl.int64)
     for low in range(0, request, BLOCK):
@@ -87,11 +87,11 @@ def window_indices_kernel(
 
 
 def window_kv_indices(spec: KVCacheSpec, metadata: AttentionMetadata) -> WindowIndices:
-    """Of the decode requests of `metadata`, at least one, for a spec with a window. Nothing waits for the device: grid
-    and sizes follow from the number of requests and the width of their tables on the host."""
+    """List the windows of the decode requests of `metadata`, at least one, for a spec with a window. Nothing waits for
+    the device: grid and sizes follow from the number of requests and the width of their tables on the host."""
     rule, reach = visibility_rule(spec)
     num_requests, page_tokens = metadata.num_decodes, metadata.page_tokens
-    # So many tokens touch the most pages when the first of them is the last one of its page.
+    # A window touches the most pages when its first token is the last one of a page.
     most_pages = min(metadata.block_tables_host.shape[1], (reach + page_tokens - 2) // page_tokens + 1)
     made = metadata.seq_lens.new_empty
     windows = WindowIndices(made(num_requests + 1), made(num_requests * most_pages), made(num_requests))

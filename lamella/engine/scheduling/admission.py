@@ -11,21 +11,22 @@ from lamella.engine.scheduling.request_rows import RequestRows
 from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.prefix_match import PrefixMatch
 
-# A chunk writes sliding KV for its own length that nobody needs afterwards: where there are no step pages, no more than
-# this share of the arena, or it would evict what is worth more.
+# A chunk writes sliding KV for its whole length, most of which nobody needs after the step. Where no step pages take
+# it, it may fill no more than this share of the arena, or it would evict what is worth more.
 MAX_CHUNK_SHARE = 1 / 8
-# What a step costs whatever runs in it, in prompt tokens that could be computed meanwhile.
+# The fixed cost of a step, whatever runs in it, as the number of prompt tokens that could be computed in that time.
 STEP_COST_TOKENS = 1100
-# Where requests may be reordered, those that find little of their prompt leave so much of the arena to the growth of
-# what runs: outputs, and next turns that would otherwise find themselves evicted.
+# Where requests may be reordered, one that finds less than half of its prompt in the cache starts only if this share of
+# the arena stays free. What runs needs it to grow: for outputs, and for next turns, whose prefixes would otherwise be
+# evicted.
 GROWTH_SHARE = 0.14
-# What is taken for the mean output length before requests have finished, and how many it counts for.
+# The mean output length that is assumed before requests have finished, and how many finished requests it counts as.
 PRIOR_OUTPUT_TOKENS = 128
 PRIOR_REQUESTS = 8
 
 
 class Admission:
-    """leaves_growth: see GROWTH_SHARE."""
+    """leaves_growth: whether requests that find little leave GROWTH_SHARE of the arena free."""
 
     def __init__(self, manager: BlockManager, rows: RequestRows, *, leaves_growth: bool = False) -> None:
         self._manager = manager
@@ -35,20 +36,21 @@ class Admission:
         self._num_output_tokens = PRIOR_REQUESTS * PRIOR_OUTPUT_TOKENS
 
     def note_finished(self, request: Request) -> None:
-        """A running request ended; how long its output was tells what to expect of others."""
+        """Count a running request that has ended: the length of its output tells what to expect of others."""
         self._num_finished += 1
         self._num_output_tokens += len(request.token_ids) - request.num_prompt_tokens
 
     def prefill_tokens(self) -> int:
-        """Most prompt tokens for the next step to compute: what step pages or idle memory hold of their sliding KV."""
+        """How many prompt tokens the next step may compute at most: as many as step pages or idle memory have room for
+        the sliding KV of."""
         return self._manager.prefill_room(MAX_CHUNK_SHARE)
 
     def has_room(self, request: Request, match: PrefixMatch, running: list[int], num_waiting: int) -> bool:
-        """Whether the whole prompt fits beside what runs and what running prefills still need, and without
-        evicting what other waiting requests expect, if that is worth more.
+        """Whether the whole prompt fits beside what runs and what running prefills still need. It must not evict
+        prefixes that other waiting requests expect, where these are worth more.
 
-        Counts what the request can hold with small chunks, so an admitted prompt is not preempted halfway for want of
-        memory that could be foreseen.
+        What counts is how much the request can hold when it is computed in small chunks. So an admitted prompt is not
+        preempted halfway for want of memory that could be foreseen.
         """
         rows = self._rows
         growing = [
@@ -75,7 +77,7 @@ class Admission:
         if length > len(tokens):
             return False
         candidates = np.fromiter(rows, np.int64, len(rows))
-        is_alike = known.tokens[candidates, length - 1] == tokens[length - 1]  # few are, and only those are compared
+        is_alike = known.tokens[candidates, length - 1] == tokens[length - 1]  # only these few are compared in full
         is_alike &= known.num_tokens[candidates] >= length
         return any(
             known.request(row).salt == request.salt and np.array_equal(known.tokens[row, :length], tokens[:length])
@@ -83,12 +85,12 @@ class Admission:
         )
 
     def _should_wait(self, num_running: int, num_waiting: int) -> bool:
-        """Whether one running request more is worth less than the prefixes that it would evict.
+        """Whether running one more request is worth less than the prefixes that it would evict.
 
-        Let r requests run and q wait, w of which find their prefix of V tokens. A slot less costs a share
-        1/r^2 of an output's steps; it keeps one prefix more for q waiting requests, of which the q - w that
-        have none now would come to find theirs in turn: a share (q - w)/q^2 of V tokens. At few running or
-        many waiting requests prefixes are lost before their turn comes, and nothing is held back.
+        Let r requests run and q wait, of which w find a prefix of V tokens in the cache. To run one request less costs
+        a share 1/r^2 of the steps of an output. It keeps one more prefix for the q that wait, and the q - w that find
+        none now would come to find theirs in turn: that saves a share (q - w)/q^2 of V tokens. Where few requests run
+        or many wait, prefixes are lost before their turn comes, and nothing is held back.
         """
         expected = self._manager.expected()
         if not expected.num_places:

@@ -3,15 +3,17 @@
 What is known of a branch is a *claim*: so many tokens of every prompt below it need not be computed. Claims come from
 
 - arrival: what the cache had of a prompt when it was queued;
-- starting: a request that starts puts all its prompt in the cache, so each branch on its way is *opened*, as deep as
-  it goes. This is what makes the visit depth-first: those who share most with who has just started come next.
+- starting: a request that starts puts its whole prompt in the cache, so each branch on the way to it is *opened*:
+  claimed to its full depth. This makes the visit depth-first: those that share most with the request that has just
+  started come next.
 
-The branch with the largest claim is next, and in it the first request in depth-first order. A claim can have become
-too large, for the cache evicts; so it is compared with the cache when its turn comes, and lowered. While who opened a
-branch still runs, the claim is believed: the prefix may be half computed, but nobody else is to compute it.
+The branch with the largest claim is next, and in it the first request in depth-first order. As the cache evicts, a
+claim can have become too large. So it is compared with the cache when its turn comes, and lowered if need be. As long
+as the request that opened a branch runs, the claim is believed: the prefix may be only half computed, but nobody else
+is to compute it.
 
-Among equal claims the branch that was opened last is next, the deepest of those opened at once, so a branch whose
-prefix was lost is finished before another is begun; and of those never opened the oldest.
+Among equal claims the branch that was opened last is next, and of branches opened together the deepest. So a branch
+whose prefix was lost is finished before another is begun. Of branches that were never opened the oldest is next.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ _SPARE_ENTRIES = 64
 class BranchOrder:
     """match: what the cache has of a request's prompt now.
 
-    A claim is `num_cached` of a Branch (-1: none), `opened` (0: never) and `opener`. What a call costs depends on the
-    length of the prompt alone, but that `next` asks for one match more for each claim that turns out too large.
+    A claim is `num_cached` of a Branch (-1: none), `opened` (0: never) and `opener`. The cost of a call depends only on
+    the length of the prompt; `next` also asks for one more match for each claim that turns out too large.
     """
 
     def __init__(self, match: Callable[[Request], PrefixMatch]) -> None:
         self._match = match
         self._tree = WaitingTree()
         self._num_opened = 0
-        # Largest claim first; an entry that its branch no longer confirms is stale.
+        # A heap, the largest claim first. An entry is stale where its branch is gone or has another claim by now.
         self._claims: list[tuple[int, int, int, Branch]] = []
 
     def __len__(self) -> int:
@@ -77,12 +79,13 @@ class BranchOrder:
         self.discard(request)
 
     def parting_tokens(self, request: Request) -> int:
-        """After how many tokens of the request's prompt the last of the others parts from it."""
+        """How many first tokens the request's prompt has in common with the waiting one that parts from it last."""
         parent = self._tree.branch_of(request).parent
         return 0 if parent is None else parent.depth
 
     def next(self) -> tuple[Request, PrefixMatch]:
-        """Who is next, and what the cache has of its prompt. There must be one. It stays until `start` or `discard`."""
+        """The request that is next, and what the cache has of its prompt. At least one must wait. It goes on waiting
+        until `start` or `discard`."""
         while True:
             branch = self._largest_claim()
             request = self._tree.first(branch)

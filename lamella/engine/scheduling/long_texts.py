@@ -1,8 +1,8 @@
 """Texts whose rotary embedding changes when they grow beyond a length (LongRoPE, arXiv 2402.13753).
 
-A text of more than `short_text_tokens` tokens takes the embedding of long texts from its first token on, so K and V
-that it had before are no longer its own: it begins anew. Its K and V are shared only with other long texts. This gives
-what a computation of the whole text at once gives, whatever its length.
+A text of more than `short_text_tokens` tokens takes the embedding of long texts from its first token on. So a text that
+grows beyond that length begins anew, because the K and V that it had are those of a short text. Long texts share K and
+V only with long texts. The results are those of computing the whole text at once, whatever its length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LONG = "\0long"  # ends the salt of long texts
 
 
 class LongTexts:
-    """short_text_tokens: None where a model has one embedding for all texts; then nothing here does anything."""
+    """short_text_tokens: None where a model has one embedding for all texts; then no text is long."""
 
     def __init__(self, short_text_tokens: int | None) -> None:
         self._short_text_tokens = short_text_tokens
@@ -31,7 +31,8 @@ class LongTexts:
             request.salt = (request.salt or "") + _LONG
 
     def outgrown(self, rows: RequestRows, running: Iterable[int], num_tokens: np.ndarray) -> list[int]:
-        """Rows that are to begin anew before they compute more. num_tokens: of every row, by what has been planned."""
+        """Rows that must begin anew before they compute more. num_tokens: int64 [num_rows], how many tokens each row
+        has when all planned steps have run."""
         limit = self._short_text_tokens
         if limit is None:
             return []

@@ -37,8 +37,8 @@ class NewTokens(NamedTuple):
 
 
 def append_tokens(rows: RequestRows, sampled_rows: np.ndarray, result: StepResult) -> NewTokens:
-    """Give each row (int64 [S]) its token. Python touches only requests to which more happens: a first token,
-    log-probabilities, an end. Requests for which none could be chosen end with an error."""
+    """Give each row (int64 [S]) its token. Only requests to which more happens are handled one by one: a first token,
+    log-probabilities, an end. Requests for which no token could be chosen end with an error."""
     failed = []
     if result.unusable:
         failed = [_fail(rows, int(sampled_rows[index]), problem) for index, problem in result.unusable.items()]
@@ -72,7 +72,6 @@ def _fail(rows: RequestRows, row: int, problem: str) -> Request:
     return request
 
 
-# A third of the time of NewToken(request, token_id), which is Python code; a step makes one for each request.
 def _end_if_due(request: Request, token_id: int, *, at_limit: bool) -> None:
     if token_id in request.stop_token_ids:
         request.finish_reason, request.stop_reason = "stop", token_id

@@ -1,8 +1,8 @@
 """Steps that are planned and not processed yet, and what the next plan builds on.
 
-Of each row there are two positions: what is *processed* (`RequestRows.num_computed`, `num_tokens`: steps whose
-results are in), and what is *reached* when all planned steps have run. Plans go by the second, all else by the first:
-what is freed, cached, preempted, rolled back.
+Each row has two positions. *Processed* counts the steps whose results are in (`RequestRows.num_computed`,
+`num_tokens`). *Reached* is where the row will be when all planned steps have run. The next plan begins at what is
+reached. All else goes by what is processed: what is freed, cached, preempted or rolled back.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from lamella.model_executor.step_plan import StepResult
 
 class PlannedStep(NamedTuple):
     rows: np.ndarray  # int64 [R], in the plan's order
-    num_new: np.ndarray  # int64 [R], tokens that the step computes of each
+    num_new: np.ndarray  # int64 [R], tokens that the step computes of each row
     sampled_rows: np.ndarray  # int64 [S], those of `rows` that get a token
-    admitted: frozenset[int]  # those of `rows` that this step is the first of
+    admitted: frozenset[int]  # those of `rows` whose first step this is
 
     @property
     def prompt_rows(self) -> set[int]:
-        """Those of `rows` whose prompts it computes, but for one that has a single token left."""
+        """Those of `rows` whose prompts the step computes. A row that is not new and has only one prompt token left is
+        not among them."""
         return {*self.admitted, *self.rows[self.num_new > 1].tolist()}
 
     def without(self, leaving: list[int], result: StepResult) -> tuple[PlannedStep, StepResult]:
@@ -37,8 +38,8 @@ class PlannedStep(NamedTuple):
 class Reached(NamedTuple):
     """How far each row is when all planned steps have run, int64 [num_rows] each.
 
-    num_tokens counts the token that a planned step will sample; token_sources says where in that step's S it will be,
-    -1 where the last token is known. None: all are known.
+    num_tokens counts the token that a planned step will sample, too. token_sources has the index of that token among
+    the step's S samples, and -1 where the row's last token is known already. None: all are known.
     """
 
     num_computed: np.ndarray

@@ -17,8 +17,9 @@ class Request:
     """A prompt and how to continue it. With n > 1 each of the n samples is a Request of its own.
 
     token_ids: int32, prompt and output so far; current only while the request is in no row (a running
-    request's tokens are in the scheduler's table).
-    stop_token_ids: ids that end the request: the model's end tokens unless ignored, and its own.
+    request's tokens are in RequestRows).
+    eos_token_ids: the model's end tokens; empty where the request ignores them.
+    stop_token_ids: further ids that end this request.
     """
 
     request_id: str

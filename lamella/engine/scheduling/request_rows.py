@@ -16,14 +16,15 @@ from lamella.model_executor.step_plan import SamplingBatch
 
 
 class RunningTokens(NamedTuple):
-    """Of the requests that run now: tokens of prompts that are computed or were cached, and tokens generated."""
+    """Totals of the requests that run now. num_in: prompt tokens that are computed or were cached. num_out: generated
+    tokens."""
 
     num_in: int
     num_out: int
 
 
 class _SampledRows(NamedTuple):
-    key: bytes  # of the array of rows
+    key: bytes  # the array of rows, as bytes
     requests: list[Request]
     num_prompt_tokens: np.ndarray  # int64 [S]
     has_min_tokens: bool
@@ -44,8 +45,8 @@ _SETTINGS = {
 
 
 def require_fitting(request: Request) -> None:
-    """Raise RequestError where a row's arrays cannot take what the request asks for, so that it is refused before
-    anything is changed for it, and not in a step that others are in as well."""
+    """Raise RequestError where a value of the request does not fit into a row's arrays. So it is refused before
+    anything has changed, and does not fail a step that other requests are in."""
     values = {name: getattr(request.params, name) for name in _SETTINGS}
     values["logprobs"] = -1 if values["logprobs"] is None else values["logprobs"]
     numbers = [(name, value, _SETTINGS[name]) for name, value in values.items()]
@@ -81,21 +82,21 @@ class RequestRows:
         self.seeds = np.zeros(num_rows, dtype=np.uint64)
         self.min_tokens = np.zeros(num_rows, dtype=np.int64)
         self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
-        # The same memory one item at a time: plain ints, several times faster than items of an array.
+        # Views of the same memory whose items are plain ints: several times faster to read one by one than an array's.
         self.num_tokens_at, self.num_computed_at = self.num_tokens.data, self.num_computed.data
         self.num_prompt_tokens_at, self.due_at = self.num_prompt_tokens.data, self.due.data
         self.clear()
 
     def clear(self) -> None:
-        """All rows are empty, whatever state an exception left behind. The requests are not asked."""
+        """Empty all rows, whatever state an exception left behind. The requests themselves are not touched."""
         self.requests: list[Request | None] = [None] * self._num_rows
-        # Rows whose requests have penalties -> the prompt's tokens that they are for.
+        # Row -> the tokens of its prompt that penalties apply to, for rows whose requests have penalties.
         self._penalised_prompts: dict[int, np.ndarray] = {}
-        # Ids that end some request in a row, with how many rows each: what sampled tokens are screened for.
+        # Token id -> how many rows' requests it ends. Sampled tokens are searched for these ids.
         self._end_token_counts: Counter[int] = Counter()
         self.end_token_ids = np.zeros(0, dtype=np.int64)
         self._free_rows = list(range(self._num_rows - 1, -1, -1))
-        # What depends only on which requests are in which rows, as of the last step; None after any came or went.
+        # What the last step used and what depends only on which requests are in which rows; None once one came or went.
         self._sampled: _SampledRows | None = None
 
     @property
@@ -119,12 +120,12 @@ class RequestRows:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether some draw depends on which tokens were drawn before, so that the host must know them to plan it."""
+        """Whether some draw depends on the tokens drawn before it, so that the host must know these to plan it."""
         return bool(self._penalised_prompts)
 
     def put(self, request: Request, num_computed: int) -> int:
-        """Move a request into a free row; its tokens live there until `take`. Where its settings do not fit (see
-        `require_fitting`), that is raised before any row has changed hands."""
+        """Move a request into a free row and return the row; its tokens live there until `take`. If its settings do not
+        fit (see `require_fitting`), this raises before any row has changed hands."""
         row, params = self.next_free_row, request.params
         self.tokens[row, : len(request.token_ids)] = request.token_ids
         self.num_tokens[row] = len(request.token_ids)
@@ -176,9 +177,9 @@ class RequestRows:
         return self._of(rows).requests
 
     def sampling_batch(self, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> SamplingBatch:
-        """How to sample the next token of each of `rows` (int64 [S]). Steps share arrays: not to be written to.
+        """How to sample the next token of each of `rows` (int64 [S]). Steps share its arrays: they must not be written.
 
-        num_tokens: int64 [num_rows], tokens of each row then; None: those that are known."""
+        num_tokens: int64 [num_rows], how many tokens each row will have before that draw; None: those known now."""
         sampled = self._of(rows)
         draw_index = (self.num_tokens if num_tokens is None else num_tokens)[rows] - sampled.num_prompt_tokens
         banned = {}

@@ -1,4 +1,4 @@
-"""What scheduling reads of the sampling that a caller asks for; the whole of it is `lamella.SamplingParams`."""
+"""The part of a request's sampling parameters that scheduling reads; all of them are in `lamella.SamplingParams`."""
 
 from __future__ import annotations
 

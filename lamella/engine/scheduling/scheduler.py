@@ -6,9 +6,9 @@
 
 The oldest running request is never preempted for another, so there is always progress.
 
-A step can be planned while the one before it runs: *ahead*. Such a plan takes only memory that is free or cached. What
-needs more, to move pages, to take them from a request, to copy or to replay, waits until nothing is in flight
-(docs/async_scheduling.md).
+A step can be planned *ahead*, while the one before it runs. Such a plan takes only memory that is free or cached. Where
+that is not enough, because pages must be moved, copied or taken from a request, or tokens replayed, planning waits
+until no step is in flight (docs/async_scheduling.md).
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ class Scheduler:
     def _begin_empty(self) -> None:
         self.queue = WaitingQueue(self.manager, self._scheduling_policy)
         self.running: list[int] = []  # rows, oldest request first
-        self._running_array: np.ndarray | None = None  # `running` as int64; None after any came or went
+        self._running_array: np.ndarray | None = None  # `running` as int64; None once a row came or went
         self._scheduled = np.zeros(0, dtype=np.int64)
         self._num_new = np.zeros(0, dtype=np.int64)
         self._admitted: set[int] = set()  # rows that the step in preparation admits
-        self._planned: deque[PlannedStep] = deque()  # not processed yet, oldest first: two at most
-        self._leaving: list[int] = []  # rows of ended requests that a planned step computes for nothing
-        self._must_wait = False  # the next plan needs what only processing the planned steps can give
-        self._restarted: Request | None = None  # had to start anew alone in an empty arena
+        self._planned: deque[PlannedStep] = deque()  # planned and not processed yet, oldest first; at most two
+        self._leaving: list[int] = []  # rows whose requests have ended while a planned step still computes them
+        self._must_wait = False  # the next plan cannot be made before the planned steps are processed
+        self._restarted: Request | None = None  # the request that had to start anew, alone in an empty arena
 
-    # The outside
+    # What the engine calls
 
     def add(self, request: Request) -> None:
         self._long_texts.mark(request)
@@ -106,7 +106,8 @@ class Scheduler:
         )
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a request wherever it is. Its pages become cache or are freed, once no step in flight is to use them."""
+        """End a request, whether it runs or waits. Its pages become cache or are freed once no step in flight uses
+        them."""
         request.finish_reason, request.stop_reason = reason, stop_reason
         if request.row >= 0:
             self._leave_row(request.row)
@@ -114,8 +115,9 @@ class Scheduler:
             self.queue.discard(request)
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step and reserve its memory; None when nothing can run, or not before the step in flight is
-        processed. One step may be in flight: planned by the call before, and not given to `update` yet."""
+        """Plan the next step and reserve its memory. Returns None when nothing can run, or nothing before the step in
+        flight is processed. At most one step may be in flight: planned by the previous call, and its result not yet
+        given to `update`."""
         assert len(self._planned) < 2, "two steps are in flight: update with the result of the first"
         in_flight = self._planned[-1] if self._planned else None
         if in_flight is not None and not self._can_plan_ahead():
@@ -130,7 +132,7 @@ class Scheduler:
             return None
         self._scheduled = decodes = self._grow_decodes(reached)
         if self._must_wait:
-            return None  # what has been taken for this plan serves the next one
+            return None  # rows keep the pages that they got for this plan; the next one uses them
         self._num_new = self._one_each[: len(decodes)]
         if self.queue or len(decodes) < len(self.running):
             num_new = dict.fromkeys(decodes.tolist(), 1)
@@ -140,14 +142,14 @@ class Scheduler:
                 return None
             if self._num_preemptions == num_preemptions:
                 self._admit(num_new, budget)
-            # Memory for a later row may have come from one that was planned before.
+            # A row that was planned above may have been preempted since, to make room for a later one.
             planned = [row for row in self.running if row in num_new]
             planned.sort(key=lambda row: num_new[row] > 1)
             self._scheduled = np.array(planned, dtype=np.int64)
             self._num_new = np.array([num_new[row] for row in planned], dtype=np.int64)
         if not len(self._scheduled):
             return None
-        if self._admitted and in_flight is not None:  # they came after `reached`
+        if self._admitted and in_flight is not None:  # `reached` does not know these rows yet
             reached = Reached.after(self.rows, in_flight)
         is_long_text = self._long_texts.flags(self.rows, self._scheduled)
         plan = build_step_plan(self.rows, self.manager, self._scheduled, self._num_new, reached, is_long_text)
@@ -156,7 +158,8 @@ class Scheduler:
         return plan
 
     def update(self, result: StepResult) -> NewTokens:
-        """Take in what the oldest planned step computed: positions, finished blocks, sampled tokens, finishes."""
+        """Take in what the oldest planned step computed: move positions on, enter complete blocks in the prefix tree,
+        append sampled tokens and end requests."""
         rows, manager = self.rows, self.manager
         step = self._planned.popleft()
         manager.end_step(in_flight=bool(self._planned))
@@ -184,10 +187,10 @@ class Scheduler:
         return new_tokens
 
     def roll_back(self) -> None:
-        """A planned step failed: the requests of all that are planned go back to waiting with what earlier steps
-        computed.
+        """Undo all planned steps, because one of them failed. Their requests go back to waiting and keep what earlier
+        steps computed.
 
-        If a step was to move pages, nobody knows which of them arrived: then all KV is forgotten, and every
+        If one of the steps was to move pages, nobody knows which of them arrived. Then all KV is forgotten, and every
         running request starts anew."""
         manager, preempted = self.manager, []
         admitted = {row for step in self._planned for row in step.admitted}
@@ -203,7 +206,7 @@ class Scheduler:
             manager.reset_prefix_cache()
             return
         for row in [*self._leaving, *(row for row in self.running[::-1] if row in failed)]:
-            # What it found may be what the failed step was to compute.
+            # The prefix that a new row found may be what the failed step was to compute: nothing of it is kept.
             is_new = row in admitted
             if not is_new:
                 self.rows.num_computed[row] = manager.roll_back(row, int(self.rows.num_computed[row]))
@@ -219,9 +222,10 @@ class Scheduler:
     def restart(self, requests: Iterable[Request], num_generated_tokens: int) -> None:
         """Begin anew with empty rows and an empty cache, whatever state an exception left behind.
 
-        requests: all that go on, in order of arrival, with their tokens so far: they wait, those that have run before
-        the others, as if they had been preempted. If it is interrupted, it is to be called again before anything else.
-        num_generated_tokens: of all requests since the start, as far as they were taken in.
+        requests: all that go on, in order of arrival, with their tokens so far. All of them wait; those that have
+        already run come first, as if they had been preempted.
+        num_generated_tokens: how many tokens of all requests have been taken in since the start.
+        If this call is interrupted, it must be made again before any other.
         """
         started: list[Request] = []
         fresh: list[Request] = []
@@ -243,13 +247,14 @@ class Scheduler:
 
     def _can_plan_ahead(self) -> bool:
         """Whether a step can be planned while another is in flight. A request that restarted alone in an empty arena
-        has room for certain only step by step, as the arena was sized."""
+        is planned step by step, because only then does the sizing of the arena guarantee it room."""
         if self._restarted is not None and self._restarted.is_finished:
             self._restarted = None
         return not (self._must_wait or self._restarted or self.rows.has_penalties)
 
     def _begin_outgrown_anew(self, reached: Reached) -> bool:
-        """Send requests that have become long texts to the queue. False: not before the step in flight is processed."""
+        """Send requests that have become long texts back to the queue, to begin anew. Returns False where that must
+        wait until the step in flight is processed."""
         outgrown = self._long_texts.outgrown(self.rows, self.running, reached.num_tokens)
         if outgrown and self._planned:
             self._must_wait = True
@@ -259,8 +264,8 @@ class Scheduler:
         return True
 
     def _grow_decodes(self, reached: Reached) -> np.ndarray:
-        """Rows (int64, oldest first) that decode one token, with room for it; only those at a block boundary cost
-        anything."""
+        """Returns the rows (int64, oldest first) that decode one token, with room for it. Only rows at a block boundary
+        are looked at one by one."""
         rows = self.rows
         if self._running_array is None:
             self._running_array = np.array(self.running, dtype=np.int64)
@@ -268,13 +273,13 @@ class Scheduler:
         computed = reached.num_computed[running]
         num_tokens = reached.num_tokens[running]
         decodes = num_tokens - computed == 1
-        if self._planned:  # who gets the last token from the step in flight needs no more
+        if self._planned:  # a row whose last token comes from the step in flight is done
             decodes &= num_tokens < rows.max_total_tokens[running]
         num_preemptions = self._num_preemptions
         due = (decodes & (computed >= rows.due[running])).nonzero()[0]
         for row, position in zip(running[due].tolist(), computed[due].tolist(), strict=True):
             if rows.requests[row] is None:
-                continue  # preempted for one before
+                continue  # preempted to make room for a row earlier in this loop
             has_room = self.manager.grow(
                 row,
                 position,
@@ -305,7 +310,7 @@ class Scheduler:
         return budget
 
     def _grow_or_preempt(self, row: int, most: int, reached: Reached, *, is_prefill: bool) -> int:
-        """Room for up to `most` tokens of `row`, taken from those that lose least by it if need be.
+        """Make room for up to `most` tokens of `row`, if need be by preempting the requests that lose least by it.
 
         Returns how many tokens there is room for; 0 when `row` itself had to leave, or when a step is in flight that
         must be processed first.
@@ -327,15 +332,15 @@ class Scheduler:
                 if self._planned:
                     self._must_wait = True
                     return 0
-                # Fewer pages may still be had: half the chunk, up to a block boundary.
+                # There may be room for fewer tokens: try half the chunk, extended to a block boundary.
                 page_tokens = self.manager.layout.page_tokens
                 shorter = ceil_div(computed + chunk // 2, page_tokens) * page_tokens
                 chunk = shorter - computed if shorter - computed < chunk else 0
             if self._slide_running():
                 continue
             if len(self.running) == 1:
-                # Alone and still no room: its pages lie scattered over slabs that other groups need.
-                # From an empty arena the sizing guarantees that it fits.
+                # The row runs alone and still has no room: its pages lie scattered over slabs that other groups need.
+                # In an empty arena the sizing guarantees that it fits.
                 logger.info("request %s restarts in an empty arena", self.rows.request(row).request_id)
                 self._restarted = self._preempt(row, keep=False)
                 self.manager.reset_prefix_cache()
@@ -346,19 +351,22 @@ class Scheduler:
                 return 0
 
     def _slide_running(self) -> bool:
-        """Take back window pages that lag behind by an eviction interval; whether there were any."""
+        """Take pages that have left their windows from all running rows, without waiting for the eviction interval to
+        be full. Returns whether there were any."""
         computed = self.rows.num_computed[self.running].tolist()
         return self.manager.slide(self.running, computed, map(self._prompt_tokens, self.running))
 
     def _prompt_tokens(self, row: int) -> int:
-        """How long the row's prompt is, as long as the steps that are processed have not computed all of it; else 0.
-        Its last token alone is computed like a decode. What a preempted request had generated is prompt, too."""
+        """The length of the row's prompt while processed steps have not computed all of it; else 0. What a preempted
+        request had generated counts as prompt, too. A last token that is left alone is computed like a decode: it still
+        counts as prompt if it was given, not if it was generated."""
         num_computed, num_tokens = self.rows.num_computed_at[row], self.rows.num_tokens_at[row]
         is_prompt = num_computed + 1 < num_tokens or num_computed < self.rows.num_prompt_tokens_at[row]
         return num_tokens if is_prompt else 0
 
     def _preempt(self, row: int, *, keep: bool = True) -> Request:
-        """Back to the head of the queue; what was computed stays cached (with `keep`) until evicted."""
+        """Move a running request back to the head of the queue. With `keep`, what it computed stays cached until it is
+        evicted."""
         rows = self.rows
         self.manager.release(row, rows.tokens[row], int(rows.num_computed[row]), keep=keep)
         self._running_array = None
@@ -422,14 +430,16 @@ class Scheduler:
             self._count_admission(request, match)
 
     def _can_admit_ahead(self, request: Request, match: PrefixMatch) -> bool:
-        """Whether the request needs no more than pages, and nothing in flight makes more of its prompt to be found."""
+        """Whether the request can start while a step is in flight: it needs nothing but pages, and no planned step
+        computes more of its prompt than the cache has now."""
         in_the_making = self._planned[-1].prompt_rows | self._admitted
         if not self.manager.may_begin_ahead(match):
             return False
         return not self._admission.finds_more_later(request, match, in_the_making)
 
     def _begin(self, row: int, request: Request, match: PrefixMatch, most: int) -> int:
-        """Room in `row` for the cached prefix and up to `most` tokens more; returns how many, 0 for none."""
+        """Make room in `row` for the cached prefix and up to `most` more tokens. Returns how many more there is room
+        for; 0 if there is none, and then the row stays empty."""
         if not self.manager.begin(row, match, request.salt, parting_tokens=self.queue.parting_tokens(request)):
             return 0
         chunk, prompt_tokens = most, len(request.token_ids)
@@ -442,7 +452,8 @@ class Scheduler:
         return chunk
 
     def _clear_for(self, request: Request, match: PrefixMatch) -> None:
-        """Nothing runs and still the request has no room: the cached prefix that it locked is in its way."""
+        """Nothing runs and the request still has no room, because the cached prefix that it locked is in its way: empty
+        the cache. Raises InvariantError where the request had found no prefix."""
         if not match.num_tokens:
             raise InvariantError(
                 f"request {request.request_id} of {len(request.token_ids)} tokens does not fit into an empty arena "
@@ -451,7 +462,7 @@ class Scheduler:
         self.manager.reset_prefix_cache()
 
     def _count_admission(self, request: Request, match: PrefixMatch) -> None:
-        if request.num_cached_tokens is None:  # a resume is no hit
+        if request.num_cached_tokens is None:  # only a first start counts: a resume is no hit
             admission_index = self._admissions.num_requests
             self._admissions = self._admissions.add(request, match, self.manager.layout.page_tokens)
             request.first_scheduled_time = time.monotonic()

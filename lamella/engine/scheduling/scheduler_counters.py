@@ -19,7 +19,7 @@ class SchedulerCounters(NamedTuple):
 
 
 class AdmissionCounters(NamedTuple):
-    """Of first admissions; resumes do not count."""
+    """Totals over first admissions; resumes do not count."""
 
     num_requests: int = 0
     num_prompt_tokens: int = 0

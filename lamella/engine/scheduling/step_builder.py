@@ -18,8 +18,9 @@ def build_step_plan(
     reached: Reached,
     is_long_text: np.ndarray | None = None,
 ) -> StepPlan:
-    """scheduled: int64 [R] rows, those with one new token first; num_new: int64 [R] tokens each, from where the rows
-    are when all steps planned before have run. A plan holds until two more have been built.
+    """scheduled: int64 [R], the rows of the step, those with one new token first. num_new: int64 [R], how many tokens
+    each computes, from the position where it is when all steps planned before have run. is_long_text: bool [R], see
+    LongTexts; None: no row has a long text. A plan holds until two more have been built.
     """
     num_requests = len(scheduled)
     num_computed = reached.num_computed[scheduled]
@@ -35,7 +36,7 @@ def build_step_plan(
         request_of_token = np.repeat(np.arange(num_requests), num_new)
         positions = np.arange(query_start[-1]) - (query_start[:-1] - num_computed)[request_of_token]
         row_of_token = scheduled[request_of_token]
-    is_complete = seq_lens == reached.num_tokens[scheduled]  # then one token is sampled, behind the last
+    is_complete = seq_lens == reached.num_tokens[scheduled]  # behind the last token of such a row one is sampled
     memory = manager.plan_step(scheduled, row_of_token, positions)
     return StepPlan(
         token_ids=rows.tokens[row_of_token, positions].astype(np.int64),

@@ -1,4 +1,4 @@
-"""Which tokens a request's penalties are for, from its prompt and what it has put out."""
+"""Which tokens a request's penalties apply to, from its prompt and its output so far."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lamella.model_executor.step_plan import TokenPenalties
 
 
 def penalised_prompt_ids(params: SamplingSettings, prompt_ids: np.ndarray) -> np.ndarray:
-    """The tokens of a prompt that penalties are for, each once and ascending: int64 [n]."""
+    """The tokens of a prompt that penalties apply to, each once and ascending: int64 [n]."""
     # Only the repetition penalty counts the prompt.
     return np.unique(prompt_ids if params.repetition_penalty != 1.0 else prompt_ids[:0]).astype(np.int64)
 

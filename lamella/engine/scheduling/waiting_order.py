@@ -1,4 +1,4 @@
-"""Who of those that wait is next, by policy."""
+"""Which of the waiting requests is next, by policy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class ArrivalOrder:
         return request in self._requests
 
     def add(self, request: Request, step: int, num_cached: int) -> None:
-        """step: when it comes. num_cached: tokens of its prompt that need not be computed now."""
+        """step: how many steps have run when it comes. num_cached: tokens of its prompt that need not be computed
+        now."""
         self._requests[request] = None
 
     def discard(self, request: Request) -> None:
@@ -44,21 +45,22 @@ class ArrivalOrder:
         del self._requests[request]
 
     def parting_tokens(self, request: Request) -> int:
-        """After how many tokens of the request's prompt another is known to part from it; 0: none is."""
+        """How many first tokens the request's prompt has in common with the waiting one that parts from it last; 0:
+        none is known."""
         return 0
 
     def next(self, step: int) -> tuple[Request, PrefixMatch]:
-        """Who is next, and what the cache has of its prompt. There must be one."""
+        """The request that is next, and what the cache has of its prompt. At least one must wait."""
         request = next(iter(self._requests))
         return request, self._match(request)
 
 
 class PrefixOrder:
-    """Branch by branch of the waiting prompts' tree (see BranchOrder), whenever they came.
+    """Visits the waiting prompts' tree branch by branch (see BranchOrder), whatever the order of arrival.
 
-    Those that came between the same two steps, as the prompts of one call do, are of one *age*, and their order among
-    each other is free. Later ones overtake them for MAX_WAIT_STEPS at most: when the oldest age has waited so long, it
-    alone is visited until none of it waits.
+    Requests that came between the same two steps, as the prompts of one call do, are of one *age*, and their order
+    among each other is free. Later requests overtake them for MAX_WAIT_STEPS at most: once the oldest age has waited
+    so long, only its requests are visited until none of them waits.
     """
 
     def __init__(self, match: Match) -> None:
@@ -81,7 +83,7 @@ class PrefixOrder:
 
     @property
     def has_overdue(self) -> bool:
-        """Whether `next` was last of an age that must not be overtaken any more."""
+        """Whether requests wait of an age that must not be overtaken any more, as of the last `next`."""
         return len(self._overdue) > 0
 
     def add(self, request: Request, step: int, num_cached: int) -> None:

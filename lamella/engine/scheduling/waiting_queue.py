@@ -1,4 +1,4 @@
-"""Requests that wait, and what they count on meanwhile."""
+"""The requests that wait, and what of the cache is kept for them meanwhile."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _FIRST_RANK = -(1 << 40)
 
 
 class WaitingQueue:
-    """Preempted requests come first, the last preempted before the others. The rest is in the order of `policy`:
+    """Preempted requests come first, the last preempted before the others. All others follow in the order of `policy`:
 
-    "fcfs": the oldest is next (ArrivalOrder). "prefix": the one with the longest prefix in the cache is, and then
-    those that share most with it, so that each prefix is computed once and used by all before it is evicted
-    (PrefixOrder). There those that find more, and those that are overdue, come before preempted requests as well, but
-    not once one of these has waited for MAX_WAIT_STEPS: what runs then has run before (see `preemption`).
+    "fcfs": the oldest is next (ArrivalOrder).
+    "prefix": the one with the longest prefix in the cache is next, and then those that share most with it. So each
+    prefix is computed once and used by all before it is evicted (PrefixOrder). With this policy, requests that find
+    more in the cache, and requests that are overdue, come even before preempted ones. That ends once a preempted
+    request has waited for MAX_WAIT_STEPS: from then on only requests run that have run before (see `preemption`).
 
-    What the cache has of a waiting request's prompt outlasts what nobody waits for; of two prefixes, the one that is
-    needed sooner.
+    What the cache has of a waiting request's prompt outlasts what nobody waits for. Of two such prefixes, the one that
+    is needed sooner outlasts the other.
     """
 
     def __init__(self, manager: BlockManager, policy: str) -> None:
@@ -54,24 +55,25 @@ class WaitingQueue:
         self.expect(request, self._next_rank)
         expectation = self._expectations.get(request)
         num_cached = 0 if expectation is None else expectation.num_tokens
-        if expectation is None and self._by_prefix:  # what is found may be nothing that can be kept
+        if expectation is None and self._by_prefix:  # a prefix can be found, yet not be kept
             num_cached = self._match(request).num_tokens
         elif expectation is not None and self._by_prefix:  # the longest runs first
             self._manager.rerank(expectation, -num_cached)
         self._order.add(request, step, num_cached)
 
     def add_first(self, request: Request, step: int) -> None:
-        """`expect_first` is left to the caller: what the request left behind may yet be rolled back."""
+        """Put a preempted request at the head. The caller must call `expect_first` afterwards, not before what the
+        request left in the cache is final: it may yet be rolled back."""
         self._preempted[request] = step
         self._preempted.move_to_end(request, last=False)
 
     def expect_first(self, request: Request) -> None:
-        """`expect`, for one that `add_first` took."""
+        """`expect` for a request that `add_first` has queued, with a lower rank than all others."""
         self._first_rank -= 1
         self.expect(request, self._first_rank)
 
     def discard(self, request: Request) -> None:
-        """The request, if it waits, waits no more and did not start."""
+        """Remove the request, if it waits. It did not start."""
         if request in self._preempted:
             del self._preempted[request]
         elif request in self._order:
@@ -100,11 +102,13 @@ class WaitingQueue:
         return request, match
 
     def parting_tokens(self, request: Request) -> int:
-        """After how many tokens of a waiting request's prompt another is known to part from it; 0: none is."""
+        """How many first tokens a waiting request's prompt has in common with the waiting one that parts from it last;
+        0: none is known."""
         return 0 if request in self._preempted else self._order.parting_tokens(request)
 
     def expect(self, request: Request, rank: int) -> None:
-        """What the cache has of the prompt outlasts what nobody waits for. Of lower rank: runs sooner."""
+        """Let what the cache has of the prompt outlast what nobody waits for. rank: the lower, the sooner the request
+        runs."""
         expectation = self._manager.expect(request.token_ids, request.salt, rank)
         if expectation is not None:
             self._expectations[request] = expectation

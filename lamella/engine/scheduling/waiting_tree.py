@@ -4,8 +4,8 @@
                                     └─ "judge. Is" ─┬─ "a<b?"
                                                     └─ "c<d?"
 
-A branch parts from its siblings at its first token, so finding the way is one dictionary look-up a branch: what it
-costs to add or remove a prompt depends on the prompt's own length, not on how many wait.
+Siblings differ in their first token, so the way down takes one dictionary look-up per branch. The cost of adding or
+removing a prompt depends on the prompt's own length, not on how many wait.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Salt = str | None
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """tokens: a prompt (int32) that passes here; the branch's own part is [parent's depth, depth) of it.
+    """tokens: a whole prompt (int32) that passes here; the branch's own part of it is [parent's depth, depth).
 
-    requests: those whose prompt ends here; children: by their first token. Both oldest first; a child is as old as
+    requests: those whose prompt ends here. children: by their first token. Both are oldest first; a child is as old as
     the first prompt that came by. The last three fields are BranchOrder's.
     """
 
-    index: int  # how many branches are older
+    index: int  # branches are numbered as they are made, so the older of two has the lower one
     parent: Branch | None
     tokens: np.ndarray
     depth: int  # tokens from the root to the branch's end
@@ -42,7 +42,7 @@ class Branch:
 
 
 class Merged(NamedTuple):
-    """`branch` is no more: its only child has taken its part."""
+    """`branch` has been removed: its only child now holds its part of the prompts, too."""
 
     branch: Branch
     child: Branch
@@ -115,8 +115,8 @@ class WaitingTree:
         return Merged(branch, child)
 
     def first(self, branch: Branch | None) -> Request:
-        """Of those who wait at or below `branch` (None: anywhere), the first in depth-first order: a prompt before
-        those that go on from it, the oldest branch before its siblings."""
+        """Of the requests that wait at or below `branch` (None: anywhere), the first in depth-first order: a prompt
+        comes before those that go on from it, the oldest branch before its siblings."""
         if branch is None:
             branch = next(iter(self._roots.values()))
         while not branch.requests:
@@ -154,7 +154,7 @@ class WaitingTree:
 
 
 def _common_depth(branch: Branch, tokens: np.ndarray, start: int) -> int:
-    """How far the branch, which begins at `start`, and a prompt agree."""
+    """Up to which depth a prompt agrees with the branch, which begins at `start`."""
     end = min(branch.depth, len(tokens))
     differs = branch.tokens[start:end] != tokens[start:end]
     parting = int(differs.argmax())

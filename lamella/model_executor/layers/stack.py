@@ -103,14 +103,16 @@ class Stack:
 
 def _of_rows(inputs: list[LayerInputs], rows: torch.Tensor) -> list[LayerInputs]:
     """What each layer gets of the tokens `rows`; what layers share is taken once."""
-    taken: dict[int, torch.Tensor] = {}
+    taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def of(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
             return None
-        if id(tensor) not in taken:
-            taken[id(tensor)] = tensor[rows]
-        return taken[id(tensor)]
+        for whole, part in taken:
+            if whole is tensor:
+                return part
+        taken.append((tensor, tensor[rows]))
+        return taken[-1][1]
 
     found = []
     for each in inputs:

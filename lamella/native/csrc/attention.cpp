@@ -3,9 +3,9 @@
 // A work item is a tile of consecutive queries of one request, with all query heads of one KV head: its rows. It walks
 // the keys that it sees in blocks of BLOCK tokens at absolute positions, with a running maximum and sum for each row
 // (online softmax: Milakov and Gimelshein, arXiv 1805.02867). A row's arithmetic depends on its own keys and their
-// positions alone: each chain runs over the keys in order, a block that a row sees none of is no operation to it, and
-// what it does not see in others is either not touched or adds an exact zero to a sum that can't be -0. So neither
-// the chunk, the page size, the batch nor the threads change a bit.
+// positions alone. Each chain runs over the keys in order. A block of which a row sees nothing does nothing to the row.
+// In other blocks, a key that it does not see is either not touched or adds an exact zero to a sum that can't be -0.
+// So neither the chunk, the page size, the batch nor the threads change a bit.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -29,10 +29,10 @@ struct Batch {
     const int64_t* seq_lens;      // [requests]
     const int64_t* first_blocks;  // [requests]
     const int64_t* first_keys;    // [requests]
-    const int64_t* tiles;         // [num_tiles][2]: request, its first query; what costs most comes first
+    const int64_t* tiles;         // [num_tiles][2]: request, the tile's first query; tiles that cost most come first
     int64_t num_tiles;
     int64_t tile_queries;         // most queries of a tile
-    int64_t first_row;            // row of the batch that row 0 of query and out is
+    int64_t first_row;            // the row of the batch that row 0 of query and out belongs to
 };
 
 struct Layer {
@@ -49,7 +49,7 @@ struct Layer {
     }
 };
 
-// The keys [first, stop) as seen from a block: clamped to it, from its first token on.
+// Keys [first, stop). in_block: those of them that are in a block, counted from its first token.
 struct Range {
     int64_t first, stop;
 
@@ -61,7 +61,7 @@ struct Range {
     int64_t stop_panel() const { return (stop + PANEL - 1) / PANEL; }
 };
 
-// ROW_TILE rows or what is left of them, and the keys that some of them, and that all of them see.
+// At most ROW_TILE rows, with the keys that some of them see and the keys that all of them see.
 struct RowGroup {
     int64_t first_row;
     int64_t num_rows;
@@ -80,7 +80,7 @@ struct RowGroup {
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// What a thread works in, for tiles of at most max_rows rows.
+// The memory that a thread works in, for tiles of at most max_rows rows.
 struct Scratch {
     float* queries;  // [row groups][k_dim][ROW_TILE], scaled
     float* scores;   // [rows][BLOCK]
@@ -94,7 +94,7 @@ struct Scratch {
         return (pages.k_dim + BLOCK + pages.v_dim + 2) * int64_t(sizeof(float)) + sizeof(Range) + sizeof(RowGroup);
     }
 
-    // Whole row groups, and whole cache lines of every array.
+    // Rounded up, so that row groups are whole and every array takes whole cache lines.
     static int64_t allotted_rows(int64_t max_rows) { return round_up(max_rows, 4 * 12); }
 
     static int64_t bytes(const Pages& pages, int64_t max_rows) {
@@ -125,8 +125,8 @@ LAMELLA_INLINE Vec capped(Vec score, float cap) {
 }
 
 // Turns the scores of one row in a block into weights relative to the row's new maximum, 0 where it does not see the
-// key, and adds them to the row's total. Columns of the panels that `computed` meets are read and written. Returns the
-// factor for what was summed before. Never inlined: one piece of machine code for every row.
+// key, and adds them to the row's total. Reads and writes all columns of the panels that `computed` touches. Returns
+// the factor for what was summed before. Never inlined: one piece of machine code for every row.
 __attribute__((noinline)) float weigh_row(
     float* scores, Range computed, Range seen, float softcap, float* maximum_score, float* total) {
     const int64_t first = computed.first_panel() * PANEL, stop = computed.stop_panel() * PANEL;
@@ -234,7 +234,7 @@ private:
         }
     }
 
-    // Addresses of the block's panels, and one more to fetch ahead.
+    // Finds the addresses of the block's panels, and of the one behind them, to fetch it ahead.
     void find_panels(int64_t block) {
         const int64_t sub_pages = pages_.sub_pages();
         const Range seen = keys_seen_.in_block(block);
@@ -291,8 +291,8 @@ private:
              scratch_.sums + first_row * pages_.v_dim, pages_.v_dim, upcoming});
     }
 
-    // One query, so all rows see the same keys: V is read in the order in which it lies in memory, which is what
-    // decode takes its time for.
+    // For tiles of one query, all rows of which see the same keys. V is read in the order in which it lies in memory:
+    // reading it is what decode takes its time for.
     void add_by_sub_page(int64_t block) {
         const Range seen = keys_seen_.in_block(block);
         for (int64_t panel = seen.first_panel(); panel < seen.stop_panel(); panel++) {
@@ -305,7 +305,7 @@ private:
         }
     }
 
-    // Row by row, the keys before or after those that all rows of the group see.
+    // Adds, row by row, the keys before (or else after) those that all rows of the group see.
     void add_edges(int64_t block, const RowGroup& rows, Range columns, const float* upcoming, bool before) {
         for (int64_t row = rows.first_row; row < rows.first_row + rows.num_rows; row++) {
             Range seen = scratch_.seen[row].in_block(block);
@@ -317,8 +317,9 @@ private:
         }
     }
 
-    // Many rows: 16 columns of the block's V stay in the first-level cache for all of them. A key that not all rows of
-    // a group see is added row by row, before or after the others, and never multiplied for the rest: V may be NaN.
+    // For tiles of many rows: 16 columns of the block's V stay in the first-level cache for all of them. A key that not
+    // all rows of a group see is added row by row, before or after the others. It is never multiplied for rows that do
+    // not see it, because V may be NaN.
     void add_by_column(int64_t block) {
         for (int64_t column = 0; column < pages_.v_dim; column += PANEL) {
             const Range columns = {column, column + PANEL};
@@ -362,7 +363,7 @@ LAMELLA_EXPORT int64_t lamella_attention(
     int64_t chunk_tokens, float scale, float softcap, const float* sinks) {
     const Layer layer = {num_heads, window_tokens, chunk_tokens, scale, softcap, sinks};
     const int64_t num_items = batch->num_tiles * pages->num_kv_heads;
-    // All threads or one: a smaller team would end the others, and the next region start them anew.
+    // All threads or one: a smaller team would end the other threads, and the next region would start them anew.
     const int num_threads = num_items > 1 ? omp_get_max_threads() : 1;
     const int64_t max_rows = batch->tile_queries * (num_heads / pages->num_kv_heads);
     const int64_t scratch_bytes = Scratch::bytes(*pages, max_rows);
@@ -381,8 +382,8 @@ LAMELLA_EXPORT int64_t lamella_attention(
     return 0;
 }
 
-// key [tokens][num_kv_heads][k_dim], value [tokens][num_kv_heads][v_dim], a token's heads in one piece and tokens a
-// stride apart -> the slots; -1: nowhere.
+// Writes key [tokens][num_kv_heads][k_dim] and value [tokens][num_kv_heads][v_dim] to the slots; -1: nowhere. A token's
+// heads lie in one piece, and tokens are a stride apart.
 LAMELLA_EXPORT void lamella_write_kv(
     const Pages* pages, const float* key, int64_t key_stride, const float* value, int64_t value_stride,
     const int64_t* slots, int64_t num_tokens) {

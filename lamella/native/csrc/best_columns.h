@@ -1,4 +1,4 @@
-// The k largest values of rows, found while the columns go by.
+// The k largest values of each row, found in one pass over the columns.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ class BestColumns {
         std::fill(least_.begin(), least_.end(), -INFINITE);
     }
 
-    // values of the columns from first_id on
+    // values [num_columns]: those of the columns from first_id on.
     void visit(int64_t row, const float* values, int64_t first_id, int64_t num_columns) {
         const Vec least = broadcast(least_[row]);
         IntVec hits = {};
@@ -72,5 +72,5 @@ class BestColumns {
 
     size_t k_;
     std::vector<std::vector<Candidate>> heaps_;
-    std::vector<float> least_;  // below this a column cannot be among the best; NaN where all of them are NaN
+    std::vector<float> least_;  // a column below this cannot be among the best; NaN where all of these are NaN
 };

@@ -54,7 +54,7 @@ struct GeluTanh {
     }
 };
 
-// Near 0 a polynomial (Cephes, tanhf), for 1 - 2 / (e^2x + 1) would cancel there.
+// Near 0 by a polynomial (Cephes, tanhf), because 1 - 2 / (e^2x + 1) would lose its digits there.
 Vec hyperbolic_tangent(Vec x) {
     const Vec square = x * x;
     Vec p = broadcast(-5.70498872745e-3f);
@@ -69,7 +69,7 @@ Vec hyperbolic_tangent(Vec x) {
     return size > broadcast(0.625f) ? far : near;  // NaN is not larger, and stays NaN
 }
 
-// Without factor: activation(gate) alone.
+// out = activation(gate) * factor, or activation(gate) where factor is null.
 template <class Activation>
 void activated(const float* gate, int64_t gate_step, const float* factor, int64_t factor_step, int64_t num_rows,
                int64_t width, float* out) {
@@ -85,7 +85,7 @@ void activated(const float* gate, int64_t gate_step, const float* factor, int64_
     }
 }
 
-// As inverse_rms: one order of sums whatever the rows around.
+// The mean of term(start, count) over a row. As in inverse_rms, the sum has one order, whatever other rows there are.
 template <class Term>
 float mean(int64_t width, Term term) {
     Vec sum = {};
@@ -108,8 +108,8 @@ void gated(const float* gate_up, int64_t step, int64_t num_rows, int64_t width, 
 
 }  // namespace
 
-// x[num_rows, width] += rms_norm(y) * post_weight, or += y without post_weight, or nothing without y; then
-// out = rms_norm(x) * next_weight, or = x without next_weight. out null: x alone.
+// x[num_rows, width] += rms_norm(y) * post_weight; += y where post_weight is null; nothing is added where y is null.
+// Then out = rms_norm(x) * next_weight, or x where next_weight is null. Where out is null only x is changed.
 LAMELLA_EXPORT void lamella_add_norm(float* x, int64_t x_step, const float* y, int64_t y_step,
                                      const float* post_weight, const float* next_weight, float eps, int64_t num_rows,
                                      int64_t width, float* out) {
@@ -152,7 +152,7 @@ LAMELLA_EXPORT void lamella_gated_gelu_tanh(const float* gate_up, int64_t step, 
     gated<GeluTanh>(gate_up, step, num_rows, width, out);
 }
 
-// The same with the bounds of `gate`, whose limit is positive.
+// out[num_rows, width] = activation(gate) * up with the bounds of `gate`, whose limit is positive.
 LAMELLA_EXPORT void lamella_gated_clamped(const Gate* gate, const float* gate_up, int64_t step, int64_t num_rows,
                                           int64_t width, float* out) {
     const Vec limit = broadcast(gate->limit), slope = broadcast(gate->slope), offset = broadcast(gate->up_offset);

@@ -8,9 +8,10 @@
 
 namespace {
 
-constexpr int64_t MAX_ROWS = 1024;  // of an expert at once: more, and what lies between its products leaves the caches
+constexpr int64_t MAX_ROWS = 1024;  // of an expert at once; with more, what lies between its products leaves the caches
 
-// Rows by expert: those of expert e are rows[begin[e]] up to rows[begin[e + 1]], ascending, with their weights.
+// Which rows go to which expert. Those of expert e are rows[begin[e]] to rows[begin[e + 1] - 1], ascending; weights has
+// their weights in the same places.
 struct Assignment {
     std::vector<int64_t> begin, rows;
     std::vector<float> weights;
@@ -49,7 +50,7 @@ Assignment assign(const Experts& experts, const float* x, int64_t num_rows) {
 
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
-// What every token gets: the shared expert's output, or zeros.
+// Fills out with what every token gets: the shared expert's output, or zeros where there is none.
 void start_output(const Experts& experts, const float* x, int64_t num_rows, int64_t width, float* out) {
     if (!experts.shared) {
         std::memset(out, 0, size_t(num_rows * width) * sizeof(float));

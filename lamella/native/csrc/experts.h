@@ -27,5 +27,5 @@ static inline void apply_gate(const Gate& gate, const float* gate_up, int64_t nu
     (gate.is_silu ? lamella_gated_silu : lamella_gated_gelu_tanh)(gate_up, 2 * width, num_rows, width, out);
 }
 
-// x [num_rows][width] -> out [num_rows][width]; num_rows is 1 or more. The router reads `routed`, which is as x.
+// x [num_rows][width] -> out [num_rows][width]; num_rows is 1 or more. The router reads `routed`, of x's shape.
 void run_experts(const Experts& experts, const float* x, const float* routed, int64_t num_rows, float* out);

@@ -9,7 +9,7 @@
 
 #include "vec.h"
 
-constexpr int64_t TILE_ROWS = PANEL_VECS == 1 ? 12 : 6;  // sums in registers that hide the latency of an FMA
+constexpr int64_t TILE_ROWS = PANEL_VECS == 1 ? 12 : 6;  // their sums fit into registers and hide the latency of an FMA
 constexpr int64_t BLOCK_STEPS = 256;                     // x 16 columns = 16 KiB of floats, half of an L1 cache
 constexpr int64_t BLOCK_ROWS = 192;                      // rows that pass over a converted block
 
@@ -43,7 +43,7 @@ static void add_rest(int64_t rows, const float* x, const float* block, int64_t s
     if constexpr (ROWS > 1) add_rest<ROWS - 1>(rows, x, block, steps, sums);
 }
 
-// Rows of a tile such that the last is about as full as the others: 8 rows are 4 and 4, not 6 and 2.
+// How many rows each tile gets so that the last is about as full as the others: 8 rows are 4 and 4, not 6 and 2.
 static inline int64_t even_tile(int64_t num_rows) {
     const int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
     return (num_rows + num_tiles - 1) / num_tiles;
@@ -55,14 +55,14 @@ static inline void pack_tile(const float* x, int64_t depth, int64_t rows, float*
         for (int64_t k = 0; k < depth; k++) packed[k * rows + row] = x[row * depth + k];
 }
 
-// A thread's scratch.
+// The memory that a thread works in.
 struct FloatBlocks {
     alignas(64) float block[BLOCK_STEPS * PANEL];
     alignas(64) float sums[BLOCK_ROWS * PANEL];
 
     // sums[row][column of the panel], for at most BLOCK_ROWS rows packed in tiles of even_tile(num_rows).
-    // convert(begin, steps, block): the panel's weights of inputs [begin, begin + steps), as floats [steps][16]; it may
-    // fill the block up.
+    // convert(begin, steps, block) writes the panel's weights of inputs [begin, begin + steps) as floats [steps][16];
+    // it may write on to the end of the block.
     template <class Convert>
     void multiply(Convert convert, int64_t depth, const float* packed, int64_t num_rows) {
         const int64_t tile_rows = even_tile(num_rows);
@@ -78,8 +78,8 @@ struct FloatBlocks {
     }
 };
 
-// x [num_rows][depth] with every panel, threads sharing the panels. convert(panel, begin, steps, block) as above;
-// finish(row, panel, sums) gets the 16 sums of each.
+// Multiplies x [num_rows][depth] with every panel; threads share the panels. convert(panel, begin, steps, block) is as
+// above, for one panel; finish(row, panel, sums) gets the 16 sums of each row and panel.
 template <class Convert, class Finish>
 static void multiply_in_blocks(const float* x, int64_t num_rows, int64_t depth, int64_t num_panels, Convert convert,
                                Finish finish) {

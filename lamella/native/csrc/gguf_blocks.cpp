@@ -2,7 +2,8 @@
 //
 // A weight is unpacked to the very float that the format defines, and every output is the chain
 // sum = fma(x[k], w[k], sum), k ascending: results equal those of the float kernel on dequantised weights bit for bit.
-// Few rows: in registers, on the weight's way from memory. More rows: a block of a panel once, into the L1 cache.
+// For few rows, weights are unpacked in registers on their way from memory. For more rows, a block of a panel is
+// unpacked once, into the L1 cache.
 #include "float_blocks.h"
 #include "gguf_formats.h"
 
@@ -10,7 +11,7 @@
 
 namespace {
 
-constexpr int64_t DIRECT_ROWS = 4;  // most rows that unpack weights in registers, each tile of them anew
+constexpr int64_t DIRECT_ROWS = 4;  // with up to so many rows, weights are unpacked in registers
 
 struct Linear {
     const float* x;         // [num_rows][depth]
@@ -38,7 +39,7 @@ const int32_t* block_at(const Linear& linear, int64_t panel, int64_t group) {
     return linear.panels + panel * panel_words<Format>(linear) + group / Format::GROUPS * Format::WORDS * PANEL;
 }
 
-// visit(step, vec, weights) for the 32 inputs of a group and each register of the 16 outputs.
+// Calls visit(step, vec, weights) for the 32 inputs of a group and each register of the 16 outputs.
 template <class Format, class Visit>
 LAMELLA_INLINE void visit_group(const int32_t* block, int group, Visit visit) {
     typename Format::Scale scales[PANEL_VECS];
@@ -56,7 +57,7 @@ LAMELLA_INLINE void visit_group(const int32_t* block, int group, Visit visit) {
     }
 }
 
-// Asks for a block of the next panel: one is too short for the processor to notice the stream.
+// Fetches a block of the next panel ahead: a panel is too short for the processor to notice the stream.
 template <class Format>
 LAMELLA_INLINE void prefetch_block(const int32_t* block) {
     for (int word = 0; word < Format::WORDS; word++) __builtin_prefetch(block + word * PANEL, 0, 2);
@@ -89,7 +90,8 @@ void run_direct(const Linear& linear) {
     for (int64_t panel = 0; panel < num_panels; panel++) multiply<Format, ROWS>(linear, panel);
 }
 
-// [steps][16] floats of a panel. `begin` and BLOCK_STEPS are multiples of a block's inputs.
+// Unpacks inputs [begin, begin + steps) of a panel to floats [steps][16]. `begin` and BLOCK_STEPS are multiples of a
+// block's inputs.
 template <class Format>
 void convert(const Linear& linear, int64_t panel, int64_t begin, int64_t steps, float* to) {
     static_assert(BLOCK_STEPS % (Format::GROUPS * GROUP_STEPS) == 0);
@@ -137,7 +139,7 @@ void gather(const Linear& linear, const int64_t* ids, int64_t num_ids, float fac
 
 }  // namespace
 
-// Formats by GGUF's own numbers of them; `depth` is a multiple of the format's block.
+// The formats, by the numbers that GGUF gives them; `depth` is a multiple of the format's block.
 #define LAMELLA_FORMATS(CASE) \
     CASE(2, Q4_0)             \
     CASE(3, Q4_1)             \
@@ -160,8 +162,8 @@ LAMELLA_EXPORT void lamella_gguf_linear(const float* x, const int32_t* panels, f
     }
 }
 
-// out[row] = the weights of output `ids[row]`, dequantised, times `factor`. Returns -1, or where an id is not one of
-// num_columns its place; out is then as it was.
+// out[row] = the weights of output `ids[row]`, dequantised, times `factor`. Returns -1, or the place of the first id
+// that is negative or not below num_columns: then out is as it was.
 LAMELLA_EXPORT int64_t lamella_gguf_gather_rows(const int32_t* panels, int64_t format, int64_t num_columns,
                                                 int64_t depth, const int64_t* ids, int64_t num_ids, float factor,
                                                 float* out) {

@@ -35,7 +35,7 @@ struct Range {
     Vec scale, offset;
 };
 
-// A chunk of 4-bit levels. Products are exact, of at most 17 bits by 4, so fused and separate rounding agree.
+// A chunk of 4-bit levels. Products of at most 17 bits by 4 are exact, so fused and separate rounding agree.
 struct Nibbles {
     IntVec low;
     Range range;
@@ -44,7 +44,7 @@ struct Nibbles {
     }
 };
 
-// A chunk of 5-bit levels, their highest bits apart. Products are exact, of at most 17 bits by 5.
+// A chunk of 5-bit levels, whose highest bits lie apart. Products of at most 17 bits by 5 are exact.
 struct FiveBits {
     IntVec low, high;
     Range range;
@@ -55,8 +55,8 @@ struct FiveBits {
     }
 };
 
-// Of the formats of 256 inputs whose block begins with [d | dmin << 16], 2 words of 6-bit factors of d as bytes and
-// 2 of dmin's: what a group's weights are made of.
+// The range of a group's weights in formats of 256 inputs. Their blocks begin with [d | dmin << 16], then 2 words with
+// the 6-bit factors of d as bytes, then 2 words with those of dmin.
 LAMELLA_INLINE Range range_of_k(const int32_t* words, int group) {
     const IntVec ranges = load_word(words, 0);
     const int shift = 8 * (group % 4);
@@ -65,8 +65,9 @@ LAMELLA_INLINE Range range_of_k(const int32_t* words, int group) {
     return {half_to_float(ranges) * factor, -(half_to_float(ranges >> 16) * lowest)};
 }
 
-// Each format: words of a block and the groups in it; what a group's chunks share (Scale); the fields of a chunk; and
-// the weight of a step of it. `words` points to a block, at the first lane of the register.
+// Each format says how many words and groups a block has (WORDS, GROUPS), what a group's chunks share (Scale), which
+// fields a chunk has (Chunk), and the weight of a step of it (Chunk::of). `words` points to a block, at the first lane
+// of the register.
 
 // 32 x ((q - 8) * d), q of 4 bits. Block of two groups: [d | d' << 16], then 4 words of nibbles for each group.
 struct Q4_0 {
@@ -117,8 +118,8 @@ struct Q8_0 {
     }
 };
 
-// 32 x ((q - 16) * d), q of 5 bits. Block of two groups: [d | d' << 16], then for each 4 words of nibbles and one of
-// the highest bits.
+// 32 x ((q - 16) * d), q of 5 bits. Block of two groups: [d | d' << 16], then for each group 4 words of nibbles and one
+// of the highest bits.
 struct Q5_0 {
     static constexpr int GROUPS = 2, WORDS = 11;
     typedef Vec Scale;

@@ -12,16 +12,16 @@
 #include "int8_panels.h"
 
 constexpr int64_t MAX_BEST = 64;
-constexpr size_t MAX_CANDIDATES = 16384;  // of a row in a thread; more of them, and the float weights are read at once
+constexpr size_t MAX_CANDIDATES = 16384;  // of a row in a thread; with more, the row has overflowed (Scan)
 constexpr int64_t FIRST_SCORED = 8;       // candidates that are scored again before others are compared with them
 constexpr float SAFE_SUM = 1e37f;         // partial sums below it cannot overflow
 
 struct Head {
     const int8_t* panels;        // int8_panels.h
-    const float* scales;         // [num_panels * 16], as the slopes
+    const float* scales;         // [num_panels * 16], like the slopes
     const float* largest_slopes;
     const float* norm_slopes;
-    const float* level_slopes;   // where rows are rounded as well
+    const float* level_slopes;   // null unless rows are rounded as well
     const float* float_panels;   // [num_panels][depth][16]
     int64_t num_columns, depth, num_best;
     float floor;
@@ -63,7 +63,7 @@ static inline void drop_below(std::vector<Candidate>& candidates, float limit) {
                      candidates.end());
 }
 
-// What one thread knows of one row.
+// What one thread knows of one row. overflowed: there were too many candidates, so the bounds decide nothing.
 struct Scan {
     BestNumbers lowers;
     std::vector<Candidate> candidates;
@@ -95,7 +95,7 @@ static inline Norms measure(const float* x, int64_t depth) {
     return {float(sum * (1 + 1e-6)), float(std::sqrt(squares) * (1 + 1e-6))};
 }
 
-// Scores of a panel's columns with one row, from what the int8 weights give, and how far off they can be.
+// The scores that the int8 weights give a panel's columns with one row, and how far off they can be.
 template <bool ROUNDED>
 LAMELLA_INLINE void bound_panel(const Head& head, int64_t panel, const Vec* sums, const Norms& norms, Vec* scores,
                                 Vec* bounds) {
@@ -131,7 +131,7 @@ static void scan_panel(const Head& head, int64_t panel, const Vec* sums, const N
     }
 }
 
-// The float chains of PANELS panels with one row.
+// The products of one row with PANELS panels of float weights.
 template <int PANELS>
 static void multiply_floats(const Head& head, const float* x, int64_t panel, float* out) {
     Vec sums[PANELS][PANEL_VECS] = {};
@@ -161,7 +161,7 @@ static inline std::vector<Candidate> join(const Head& head, const std::vector<st
     return joined;
 }
 
-// Their float scores, in the order of columns.
+// Sorts the candidates by column and gives them their float scores.
 static inline void score_columns(const Head& head, const float* x, Candidate* candidates, int64_t count) {
     std::sort(candidates, candidates + count,
               [](const Candidate& a, const Candidate& b) { return a.column < b.column; });
@@ -182,7 +182,7 @@ static inline bool has_larger_score(const Candidate& a, const Candidate& b) {
     return a.score > b.score;
 }
 
-// Float scores instead of upper bounds; the candidates that cannot be among the k best go.
+// Replaces upper bounds by float scores; candidates that cannot be among the k best are dropped.
 static inline void score_again(const Head& head, const float* x, std::vector<Candidate>& candidates) {
     const auto all = candidates.begin(), end = candidates.end();
     BestNumbers found;

@@ -1,14 +1,14 @@
 // Linear layers with int8 weights and float activations: y[m][n] = scale[n] * sum_k x[m][k] q[n][k] (+ bias[n]).
 //
-// Few rows: weights are converted in registers on their way from memory, whose rate is the limit. More rows: a block
-// of a panel is converted once into the L1 cache, and all rows pass over it. Both continue the same chains.
+// For few rows, weights are converted in registers on their way from memory, whose rate is the limit. For more rows, a
+// block of a panel is converted once into the L1 cache, and all rows pass over it. Both continue the same chains.
 #include "int8_blocks.h"
 #include "int8_panels.h"
 #include "kernels.h"
 
 namespace {
 
-constexpr int64_t DIRECT_ROWS = 4;  // most rows that convert weights in registers
+constexpr int64_t DIRECT_ROWS = 4;  // with up to so many rows, weights are converted in registers
 
 struct Linear {
     const float* x;         // [num_rows][depth]
@@ -89,7 +89,7 @@ LAMELLA_EXPORT void lamella_int8_linear(const float* x, const int8_t* panels, co
 }
 
 // out[row] = the weights of output `ids[row]`, dequantised, times `factor`: an embedding that is tied to the output layer.
-// Returns -1, or where an id is not one of num_columns its place; out is then as it was.
+// Returns -1, or the place of the first id that is negative or not below num_columns: then out is as it was.
 LAMELLA_EXPORT int64_t lamella_int8_gather_rows(const int8_t* panels, const float* scales, int64_t num_columns,
                                                 int64_t depth, const int64_t* ids, int64_t num_ids, float factor,
                                                 float* out) {

@@ -4,7 +4,8 @@
 #include "float_blocks.h"
 #include "int8_panels.h"
 
-// [steps][16] floats of a panel; whole lines are written. Asks for the same lines of the next panel.
+// Converts [steps][16] weights of a panel to floats; whole lines are written. Fetches the same lines of the next panel
+// ahead.
 static inline void convert_block(const int8_t* line, int64_t panel_bytes, int64_t steps, float* block) {
     for (int64_t k = 0; k < steps; k += LINE_STEPS, line += LINE_BYTES, block += LINE_STEPS * PANEL) {
         __builtin_prefetch(line + panel_bytes, 0, 2);

@@ -1,8 +1,9 @@
 // Sums of products of int8 weights with activations of 16 bits, exact in int32, and activations quantised for them.
 //
-// A pair is two int16 in a 32-bit lane, what x86 multiplies and adds in one instruction, so activations of 8 bits would
-// gain nothing over 16. (Its multiplication of bytes, maddubs, saturates at 2^15 - 1: it is of use for 7 bits.)
-// Nothing overflows: |a| <= 32767 and |b| <= 127 give |a b + a' b'| < 2^23, and sums have GROUP_STEPS / 2 of those.
+// A pair is two int16 in a 32-bit lane. x86 multiplies pairs and adds the products in one instruction, so activations
+// of 8 bits would gain nothing over 16. (Its instruction for bytes, maddubs, saturates at 2^15 - 1, so it is of use for
+// 7 bits only.)
+// Nothing overflows: |a| <= 32767 and |b| <= 127 give |a b + a' b'| < 2^23, and a sum has GROUP_STEPS / 2 of these.
 #pragma once
 
 #include <cmath>
@@ -14,7 +15,7 @@
 
 constexpr int64_t GROUP_STEPS = 128;               // inputs that share a scale of the activations
 constexpr int64_t GROUP_PAIRS = GROUP_STEPS / 2;
-constexpr float LEVELS = 32767.0f;                 // symmetric
+constexpr float LEVELS = 32767.0f;                 // levels are -LEVELS to LEVELS
 constexpr float SMALLEST_RANGE = 1e-30f;           // activations below it count as zero: LEVELS / x stays finite
 
 typedef int16_t ShortVec __attribute__((vector_size(LAMELLA_VECTOR_BYTES)));
@@ -34,9 +35,9 @@ LAMELLA_INLINE IntVec add_dot(IntVec sum, IntVec a, IntVec b) {
 LAMELLA_INLINE IntVec even_pair(IntVec lanes) { return (IntVec)(((ShortVec)lanes << 8) >> 8); }
 LAMELLA_INLINE IntVec odd_pair(IntVec lanes) { return (IntVec)((ShortVec)lanes >> 8); }
 
-// One group of a row: at most `steps` values at `x`, zeros up to GROUP_STEPS. Writes word `pair` to
-// words[pair * stride], inputs (0, 2), (1, 3), (4, 6), (5, 7)... as the weights' lines are unpacked, and returns the
-// scale: value ~ scale * level. A group with a value that is not finite has levels 0 and scale NaN.
+// Quantises one group of a row: `steps` values at `x`, and zeros up to GROUP_STEPS. Writes word `pair` to
+// words[pair * stride]: inputs (0, 2), (1, 3), (4, 6), (5, 7)..., the order in which the weights' lines are unpacked.
+// Returns the scale: value ~ scale * level. A group with a value that is not finite has levels 0 and scale NaN.
 static inline float quantize_group(const float* x, int64_t steps, int32_t* words, int64_t stride) {
     float padded[GROUP_STEPS];
     if (steps < GROUP_STEPS) {

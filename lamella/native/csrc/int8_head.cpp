@@ -13,8 +13,8 @@
 //   largest_slope = (1 + 2g) max |e| + 2g max |w|,  norm_slope = (1 + 2g) |e|_2 + 2g |w|_2,
 // a little enlarged for the rounding of their products here, and `floor`, what underflow can do.
 // With lower = S - bound <= F <= S + bound = upper: the k-th best F is at least the k-th best lower, so every column of
-// the k best, and all that tie with the last of them, have an upper of at least that. Of those the likeliest are scored
-// first, for a column whose upper is below the k-th best of the scores found cannot be one of the k best either.
+// the k best, and all that tie with the last of them, have an upper of at least that. Those with the largest upper are
+// scored first: a column whose upper is below the k-th best score found cannot be one of the k best either.
 #include "head_scan.h"
 #include "int8_blocks.h"
 
@@ -39,7 +39,8 @@ void scan_panels(const Head& head, int64_t begin, int64_t end, const float* x, c
     for (; panel < end; panel++) scan_tile<ROWS, 1>(head, panel, x, norms, scans);
 }
 
-// Rows one after another in `x`; from DIRECT_ROWS on they are packed as int8_blocks.h wants them.
+// Scans panels [begin, end). Up to DIRECT_ROWS rows lie one after another in `x`; more are packed as float_blocks.h
+// wants them.
 void scan_rows(const Head& head, int64_t begin, int64_t end, const float* x, int64_t num_rows, const Norms* norms,
                Scan* scans, FloatBlocks& blocks) {
     if (num_rows == 1) return scan_panels<1, 4>(head, begin, end, x, norms, scans);
@@ -60,7 +61,7 @@ void scan_rows(const Head& head, int64_t begin, int64_t end, const float* x, int
     }
 }
 
-// Every column by the float weights; keeps the best.
+// Scores every column by the float weights. Returns the best of each thread, among which are the best of all.
 std::vector<Candidate> score_all(const Head& head, const float* x) {
     std::vector<Candidate> best;
     const int64_t num_groups = (head.num_panels() + FLOAT_GROUP - 1) / FLOAT_GROUP;
@@ -144,7 +145,7 @@ LAMELLA_EXPORT void lamella_int8_head(const float* x, const int8_t* panels, cons
             complete = true;
             for (const auto& of_thread : scans) complete &= !of_thread[next].overflowed;
             if (complete) best = join(head, scans, next);
-            complete &= int64_t(best.size()) >= num_best;  // fewer only where NaN came into the weights' copy
+            complete &= int64_t(best.size()) >= num_best;  // fewer only where NaN is in the copy of the weights
             next++;
         }
         if (complete)

@@ -1,9 +1,9 @@
-// The k best outputs of a float linear layer for many rows: as int8_head.cpp, which has the proof, but the rows are
-// rounded to 16 bits, for integer products are faster than fused multiply-adds on floats.
+// The k best outputs of a float linear layer for many rows. It is done as in int8_head.cpp, which has the proof, but
+// the rows are rounded to 16 bits, because integer products are faster than fused multiply-adds on floats.
 //
-// With rows x = y + d, y = levels times scales as int8_products.h has them, the scores are sum y s q, in no more
-// roundings than the chain of int8_head.cpp has, and differ from its exact sum by |sum d s q| <= |d|_2 |s q|_2 more. The
-// caller gives level_slope = (1 + 2g) |s q|_2.
+// Let x = y + d, where y is the rounded row: levels times scales as in int8_products.h. The scores are sum y s q, with
+// no more roundings than the chain of int8_head.cpp has. They differ from its exact sum by |sum d s q| <= |d|_2 |s q|_2
+// more. The caller gives level_slope = (1 + 2g) |s q|_2.
 #include "head_scan.h"
 #include "int8_products.h"
 
@@ -75,7 +75,7 @@ LAMELLA_EXPORT void lamella_int8_head_many(const float* x, const int8_t* panels,
             for (const auto& of_thread : scans) decided = decided && !of_thread[row].overflowed;
             if (!decided) continue;
             std::vector<Candidate> best = join(head, scans, row);
-            if (int64_t(best.size()) < num_best) continue;  // only where NaN came into the weights' copy
+            if (int64_t(best.size()) < num_best) continue;  // only where NaN came into the copy of the weights
             score_again(head, x + row * depth, best);
             num_rescored[row] = int64_t(best.size());
             std::partial_sort(best.begin(), best.begin() + num_best, best.end(), is_better);

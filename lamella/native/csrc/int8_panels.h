@@ -55,7 +55,7 @@ LAMELLA_INLINE void add_line(ByteSums<ROWS, PANELS>& tile, const float* x, int64
 }
 
 // Sums of ROWS rows (`row_stride` floats apart) with PANELS neighbouring panels. As the panels are read, those that
-// follow them are asked for: a panel is too short for the processor to notice the stream.
+// follow them are fetched ahead: a panel is too short for the processor to notice the stream.
 template <int ROWS, int PANELS>
 LAMELLA_INLINE ByteSums<ROWS, PANELS> multiply_bytes(const float* x, int64_t row_stride, const int8_t* panels,
                                                      int64_t depth) {

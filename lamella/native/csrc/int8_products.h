@@ -1,5 +1,5 @@
-// Many rows of floats with panels of int8 weights: the rows are rounded to 16 bits, a scale s for each row and group of
-// 128 inputs, and sum_g s[m][g] * (sum_{k in g} a[m][k] q[n][k]) is computed.
+// Many rows of floats with panels of int8 weights. The rows are rounded to levels a of 16 bits, with a scale s for each
+// row and group of 128 inputs, and sum_g s[m][g] * (sum_{k in g} a[m][k] q[n][k]) is computed.
 //
 // Inner sums are exact integers, each rounded once to a float; the outer one is a chain of fused multiply-adds over the
 // groups. Nothing depends on the number of rows, their order or the threads.
@@ -17,7 +17,7 @@ constexpr int64_t BLOCK_ROWS = 192;  // rows that pass over an unpacked panel
 
 LAMELLA_INLINE int64_t groups_of(int64_t depth) { return (depth + GROUP_STEPS - 1) / GROUP_STEPS; }
 
-// Rows of a tile such that the last is about as full as the others.
+// How many rows each tile gets so that the last is about as full as the others.
 static inline int64_t even_tile(int64_t num_rows) {
     const int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
     return (num_rows + num_tiles - 1) / num_tiles;
@@ -37,7 +37,7 @@ public:
     Activations(const Activations&) = delete;
     Activations& operator=(const Activations&) = delete;
 
-    // Rows [first, first + rows) of a block of rows at `x`: one of its tiles.
+    // Quantises rows [first, first + rows) of the block of rows at `x`: one of its tiles.
     void quantize_tile(const float* x, int64_t depth, int64_t first, int64_t rows) {
         int32_t* to = words + first * num_groups * GROUP_PAIRS;
         for (int64_t group = 0; group < num_groups; group++)
@@ -87,7 +87,7 @@ static void add_rest(int64_t rows, const int32_t* words, const float* scales, co
     if constexpr (ROWS > 1) add_rest<ROWS - 1>(rows, words, scales, block, num_pairs, sums);
 }
 
-// Lines of a group as pairs; asks for the same lines of the next panel.
+// Unpacks the lines of a group into pairs. Fetches the same lines of the next panel ahead.
 static inline void unpack(const int8_t* line, int64_t num_lines, int64_t panel_bytes, int32_t* block) {
     for (int64_t index = 0; index < num_lines; index++, line += LINE_BYTES, block += 2 * PANEL) {
         __builtin_prefetch(line + panel_bytes, 0, 2);
@@ -100,12 +100,12 @@ static inline void unpack(const int8_t* line, int64_t num_lines, int64_t panel_b
     }
 }
 
-// A thread's scratch.
+// The memory that a thread works in.
 struct PanelSums {
     alignas(64) int32_t block[GROUP_PAIRS * PANEL];
     alignas(64) float sums[BLOCK_ROWS * PANEL];
 
-    // sums[row][16] of a block of rows with the panel whose lines begin at `line`; those of the next are asked for.
+    // sums[row][16] of a block of rows with the panel whose lines begin at `line`. Fetches those of the next ahead.
     void multiply(const int8_t* line, int64_t depth, int64_t num_rows, const Activations& activations) {
         const int64_t num_groups = activations.num_groups, tile_rows = even_tile(num_rows);
         const int64_t num_lines = lines_of(depth);

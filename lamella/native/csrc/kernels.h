@@ -1,19 +1,20 @@
-// What several files use: exported functions, so that a changed signature does not compile, and a check of ids.
+// What several files share: exported functions, declared so that a changed signature does not compile, and a check of
+// ids.
 #pragma once
 
 #include "pages.h"
 
-constexpr int64_t PARALLEL_FLOATS = 16384;  // element by element; below, waking a thread takes longer than the work
+constexpr int64_t PARALLEL_FLOATS = 16384;  // element-wise work on fewer takes less time than waking a thread
 
 struct Batch;  // attention.cpp
 
-// An activation of the gate, times up, with bounds. Mirrored in native/elementwise.py.
+// How a gate and up become one, activation(gate) * up, with bounds. Mirrored in native/elementwise.py.
 struct Gate {
     int64_t is_silu;           // else gelu_tanh
     float limit;               // up lies in [-limit, limit], and the gate is at most that; 0: no bounds
-    int64_t limits_activated;  // whether the gate is bounded behind the activation, else before it
+    int64_t limits_activated;  // whether the gate is bounded after its activation, else before
     float slope;               // of silu: g sigmoid(slope g)
-    float up_offset;           // added to up behind its bounds
+    float up_offset;           // added to up after it is bounded
 };
 
 // Mirrored by `RopeInput` in native/attention.py.
@@ -57,7 +58,7 @@ LAMELLA_EXPORT int64_t lamella_attention(const Pages* pages, const Batch* batch,
                                          float softcap, const float* sinks);
 LAMELLA_EXPORT void lamella_qk_norm_rope_write(const Pages* pages, const RopeInput* input, float* query_out);
 
-// The place of the first id that is not one of num_columns, or -1.
+// The place of the first id that is negative or not below num_columns; -1: there is none.
 static inline int64_t find_wrong_id(const int64_t* ids, int64_t num_ids, int64_t num_columns) {
     for (int64_t index = 0; index < num_ids; index++)
         if (ids[index] < 0 || ids[index] >= num_columns) return index;

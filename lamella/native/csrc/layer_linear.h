@@ -14,7 +14,7 @@ struct Part {
     int64_t num_columns;
 };
 
-// Its parts' columns side by side. A kind with scales has a single part.
+// A linear layer: the columns of its parts side by side. One of a kind with scales (INT8, W8A8) has a single part.
 struct Linear {
     const Part* parts;
     int64_t num_parts, num_columns, depth;

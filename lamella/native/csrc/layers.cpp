@@ -1,18 +1,19 @@
-// Linear layers of every kind by one description, and transformer layers as one call: for a single row, the calls from
-// Python would take as long as the work, for the weights that stream by push the interpreter out of the caches.
+// Linear layers of every kind by one description, and transformer layers as one call. For a single row, separate calls
+// from Python would take as long as the work: the weights that stream by push the interpreter out of the caches.
 #include <omp.h>
 
 #include "experts.h"
 
 namespace {
 
-// Fewer, and threads wait for each other more often; more, and what lies between two products leaves the caches.
+// With smaller blocks threads wait for each other more often; with larger ones, what lies between two products leaves
+// the caches.
 constexpr int64_t MIN_BLOCK_ROWS = 1024;
 
 // These structures are mirrored in native/layers.py and native/decoder.py.
 struct LayerTail {
     Linear out_proj;
-    Mlp mlp;                 // where experts is null
+    Mlp mlp;                 // used where experts is null
     const Experts* experts;  // what the layer has in place of an MLP; null: it has the MLP
     // Each may be null: no norm.
     const float* post_attention_norm;
@@ -22,7 +23,7 @@ struct LayerTail {
     float eps;
 };
 
-// What a layer's attention has whatever the step.
+// What a layer's attention has that does not depend on the step.
 struct Attention {
     Linear qkv_proj;  // columns of num_heads query heads, then the KV heads' keys, then their values
     const float* query_norm;  // null: no norm
@@ -42,7 +43,7 @@ struct DecoderLayer {
     LayerTail tail;
 };
 
-// What the step has for a layer; layers share it.
+// What a step has for a layer; several layers share it.
 struct LayerStep {
     const Batch* batch;
     const int64_t* slots;  // [num_rows]
@@ -51,8 +52,8 @@ struct LayerStep {
     int64_t rotary_dim;    // the first dimensions of a head; 0: none are rotated, and there are no tables
 };
 
-// attended [num_rows][out_proj.depth] is taken into x [num_rows][width]; normed [num_rows][width] = pre_mlp_norm(x).
-// y: scratch for num_rows * width floats.
+// Adds what out_proj makes of attended [num_rows][out_proj.depth] to x [num_rows][width], through post_attention_norm;
+// then normed [num_rows][width] = pre_mlp_norm(x). y: scratch for num_rows * width floats.
 void join_attention(const LayerTail& tail, float* x, const float* attended, int64_t num_rows, float* normed,
                     float* y) {
     const int64_t width = tail.out_proj.num_columns;
@@ -61,13 +62,14 @@ void join_attention(const LayerTail& tail, float* x, const float* attended, int6
                      normed);
 }
 
-// y [num_rows][width], what follows attention, is taken into x; normed = following_norm(x).
+// Adds y [num_rows][width], the result of the MLP or the experts, to x, through post_mlp_norm; then
+// normed = following_norm(x).
 void join_mlp(const LayerTail& tail, float* x, const float* y, int64_t num_rows, float* normed) {
     const int64_t width = tail.out_proj.num_columns;
     lamella_add_norm(x, width, y, width, tail.post_mlp_norm, tail.following_norm, tail.eps, num_rows, width, normed);
 }
 
-// Blocks of rows from one end of the layer to the other.
+// A block of rows goes through all that is left of the layer before the next block begins.
 void finish_with_mlp(const LayerTail& tail, float* x, const float* attended, int64_t num_rows, float* normed) {
     const Mlp& mlp = tail.mlp;
     const int64_t width = tail.out_proj.num_columns, mlp_width = mlp.down_proj.depth;
@@ -97,8 +99,8 @@ void finish_with_experts(const LayerTail& tail, float* x, const float* attended,
     join_mlp(tail, x, y.get(), num_rows, normed);
 }
 
-// attended [num_rows][out_proj.depth] is taken into x [num_rows][width], then what the MLP or the experts give;
-// normed [num_rows][width] = following_norm(x), or x where that norm is null.
+// Adds to x [num_rows][width] first what out_proj makes of attended [num_rows][out_proj.depth], then what the MLP or
+// the experts give; normed [num_rows][width] = following_norm(x), or x where that norm is null.
 void finish_layer(const LayerTail& tail, float* x, const float* attended, int64_t num_rows, float* normed) {
     (tail.experts ? finish_with_experts : finish_with_mlp)(tail, x, attended, num_rows, normed);
 }
@@ -148,9 +150,9 @@ LAMELLA_EXPORT void lamella_finish_layer(const LayerTail* tail, float* x, const 
     finish_layer(*tail, x, attended, num_rows, normed);
 }
 
-// Layers one after the other, all rows through each: x [num_rows][width] is the residual stream, and
-// normed [num_rows][width] its norm: the first layer's input, and in the end what follows the last. num_rows is 1 or
-// more. Returns 0, or 1 where memory is lacking.
+// Runs layers one after the other, all rows through each. x [num_rows][width] is the residual stream. normed
+// [num_rows][width] is its norm: before the call the first layer's input, after it the following_norm(x) of the last.
+// num_rows is 1 or more. Returns 0, or 1 where memory is lacking.
 LAMELLA_EXPORT int64_t lamella_run_layers(const DecoderLayer* const* layers, const LayerStep* const* steps,
                                           int64_t num_layers, float* x, float* normed, int64_t num_rows) {
     const AttentionScratch scratch(layers, num_layers, num_rows);

@@ -9,8 +9,8 @@
 
 namespace {
 
-constexpr int64_t MIN_THREAD_ROWS = 48;  // with as many rows for each thread, threads share rows, else panels
-constexpr int64_t ITEMS_PER_THREAD = 4;  // so that a thread that is held up holds up no other
+constexpr int64_t MIN_THREAD_ROWS = 48;  // with so many rows for each thread, threads divide the rows, else the panels
+constexpr int64_t ITEMS_PER_THREAD = 4;  // several, so that a thread that is held up does not hold up the others
 
 // How the result is cut into items: row blocks by ranges of panels. Never in depth.
 struct Division {
@@ -36,8 +36,8 @@ struct Output {
     int64_t row_step;
 };
 
-// A range of panels, a group at a time. The group is finished in `tile` and copied: rows of a wide `out` lie at the
-// same places of the cache and would push each other out, and its last panel may be cut short.
+// Multiplies with a range of panels, a group at a time. A group is finished in `tile` and then copied: rows of a wide
+// `out` lie at the same places of the cache and would push each other out, and its last panel may be cut short.
 void multiply_range(const RowBlock& block, int64_t num_rows, Panels weight, const float* bias, int64_t first_panel,
                     int64_t stop_panel, Output out, float* tile) {
     for (int64_t panel = first_panel; panel < stop_panel; panel += GROUP_PANELS) {
@@ -64,8 +64,8 @@ LAMELLA_EXPORT void lamella_pack_weight(const float* weight, int64_t num_columns
     }
 }
 
-// out[i] = weight[ids[i]] * scale. Returns -1, or where an id is not one of num_columns its place; out is then as it
-// was.
+// out[i] = weight[ids[i]] * scale. Returns -1, or the place of the first id that is negative or not below num_columns:
+// then out is as it was.
 LAMELLA_EXPORT int64_t lamella_gather_rows(const float* panels, int64_t num_columns, int64_t depth, const int64_t* ids,
                                            int64_t num_ids, float scale, float* out) {
     const int64_t wrong = find_wrong_id(ids, num_ids, num_columns);

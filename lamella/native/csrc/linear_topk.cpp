@@ -9,7 +9,7 @@
 
 namespace {
 
-// Of one group of columns: the largest value, and sum(exp(value - largest)).
+// The exponentials of one group of columns: the largest value, and sum(exp(value - largest)).
 struct Exponentials {
     float largest, sum;
 };

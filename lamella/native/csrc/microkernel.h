@@ -18,8 +18,8 @@ struct TileRows {
     int64_t row_step, depth_step;
 };
 
-// Cache lines to fetch meanwhile: from `from`, `step` floats further at every k. Several panels at once are streams of
-// their own, and each is fetched `step` floats ahead of itself.
+// What to fetch into the cache meanwhile: at every k the line at from + k * step. Where several panels are read at
+// once, each is a stream of its own and is fetched `step` floats ahead of itself; `from` is not used then.
 struct Ahead {
     const float* from;
     int64_t step;

@@ -8,12 +8,12 @@
 #include "microkernel.h"
 
 constexpr int64_t MAX_BLOCK_ROWS = 96;  // rows that are packed together: a depth block of them stays in L2
-constexpr int64_t DEPTH_BLOCK = 256;  // of a panel, 16 KiB: it stays in L1 while the rows go by
-constexpr int64_t SHALLOW_ROWS = 24;  // up to here a panel is passed over few times, and is not cut in depth
+constexpr int64_t DEPTH_BLOCK = 256;  // 16 KiB of a panel, which stay in L1 while the rows pass over them
+constexpr int64_t SHALLOW_ROWS = 24;  // with up to so many rows, a panel is passed over few times and not cut in depth
 constexpr int64_t GROUP_PANELS = 16;  // columns of C that are finished together: they stay in L2
 constexpr int64_t GROUP_COLUMNS = GROUP_PANELS * PANEL;
-constexpr int64_t STREAM_ROWS = 3;  // up to here the weights' way from memory is all that counts
-constexpr int64_t STREAM_AHEAD = 512;  // floats, within a panel
+constexpr int64_t STREAM_ROWS = 3;  // with up to so many rows, reading the weights from memory is all that counts
+constexpr int64_t STREAM_AHEAD = 512;  // how far ahead a panel is fetched, in floats
 
 struct FreeScratch {
     void operator()(float* at) const { ::operator delete(at, std::align_val_t(64)); }
@@ -50,15 +50,15 @@ class RowBlock {
   public:
     static int64_t scratch_floats(int64_t num_rows, int64_t depth) { return streams(num_rows) ? 1 : num_rows * depth; }
 
-    // `scratch` holds scratch_floats, and is the block's as long as it is used.
+    // `scratch` has room for scratch_floats(...) floats and belongs to the block as long as the block is used.
     RowBlock(Matrix rows, int64_t depth, float* scratch)
         : rows_(rows), depth_(depth), packed_(scratch), num_tiles_(ceil_div(rows.num_rows, TILE_ROWS)),
           depth_block_(rows.num_rows <= SHALLOW_ROWS ? depth : DEPTH_BLOCK) {
         if (!streams(rows.num_rows)) pack();
     }
 
-    // The group of panels from `first_panel` to `stop_panel`, or GROUP_PANELS if that is fewer, with bias (may be null)
-    // -> tile [num_rows, GROUP_COLUMNS].
+    // Multiplies with the panels from `first_panel` to `stop_panel`, at most GROUP_PANELS of them, and adds bias (may
+    // be null) -> tile [num_rows, GROUP_COLUMNS].
     ColumnGroup multiply_group(Panels weight, int64_t first_panel, int64_t stop_panel, const float* bias,
                                float* tile) const {
         const int64_t num_panels = std::min(GROUP_PANELS, stop_panel - first_panel);
@@ -114,7 +114,8 @@ class RowBlock {
                 const float* b = weight + panel * panel_step + start * PANEL;
                 for (int64_t tile = 0; tile < num_tiles_; tile++) {
                     const int64_t begin = tile_begin(tile), num_rows = tile_begin(tile + 1) - begin;
-                    // Each tile fetches its share of the panel that comes next; a lone one stays just ahead of itself.
+                    // Each tile fetches its share of the panel that comes next; a single tile fetches just ahead of
+                    // what it reads.
                     const Ahead share = {b + panel_step + tile * depth * ahead_step, ahead_step};
                     const Ahead ahead = num_tiles_ == 1 ? Ahead{b + STREAM_AHEAD, PANEL} : share;
                     multiply_packed(int(num_rows), a, b, depth, c + begin * GROUP_COLUMNS + panel * PANEL,
@@ -131,7 +132,8 @@ class RowBlock {
         stream<3>(b, num_panels, c);
     }
 
-    // Several panels at once: more sums than an addition takes cycles, and as many streams from memory.
+    // Several panels at once, so that there are more sums than an addition takes cycles, and several streams from
+    // memory.
     template <int ROWS>
     __attribute__((noinline)) void stream(const float* b, int64_t num_panels, float* c) const {
         constexpr int TOGETHER = ROWS == 1 ? 4 : 2;

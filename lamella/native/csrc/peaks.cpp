@@ -13,7 +13,7 @@ LAMELLA_EXPORT double lamella_peak_gflops(int64_t num_iterations) {
 #pragma omp single
         num_threads = omp_get_num_threads();
         Vec chains[CHAINS];
-#pragma GCC unroll 12  // every loop over the chains: one that is left makes them live in memory
+#pragma GCC unroll 12  // like every loop over the chains: one that is not unrolled would keep them in memory
         for (int chain = 0; chain < CHAINS; chain++) chains[chain] = broadcast(1.5f + float(chain));
         const Vec factor = broadcast(0.999f), term = broadcast(1e-3f);
         for (int64_t iteration = 0; iteration < num_iterations; iteration++) {
@@ -30,7 +30,8 @@ LAMELLA_EXPORT double lamella_peak_gflops(int64_t num_iterations) {
     return double(num_iterations) * CHAINS * VEC_LANES * 2 * num_threads / seconds / 1e9;
 }
 
-// Bytes a second that all threads read from `data` together, in GB/s. Larger than the caches, it is the DRAM's rate.
+// Bytes a second that all threads read from `data` together, in GB/s. If that is larger than the caches, it is the rate
+// of the DRAM.
 LAMELLA_EXPORT double lamella_read_gbps(const float* data, int64_t num_floats) {
     constexpr int64_t BLOCK = 16384;
     constexpr int CHAINS = 8;

@@ -21,7 +21,8 @@ __attribute__((noinline)) void rms_norm(const float* from, const float* weight, 
         store(to + index, load(from + index) * factor * load(weight + index));
 }
 
-// The first half of rotary_dim elements against the second, in place; what is beyond stays (RoFormer, arXiv 2104.09864).
+// Rotates the first half of rotary_dim elements against the second, in place; elements beyond rotary_dim stay
+// (RoFormer, arXiv 2104.09864).
 __attribute__((noinline)) void rotate(
     float* __restrict head, const float* __restrict cos, const float* __restrict sin, int64_t rotary_dim) {
     const int64_t half = rotary_dim / 2;

@@ -1,5 +1,5 @@
-// Which experts a token takes, and with what weights: what model_executor/layers/routing.py has in torch. A row is
-// computed by itself, in float32 and in one order.
+// Which experts a token takes, and with what weights, as model_executor/layers/routing.py computes it in torch. A row
+// is computed by itself, in float32 and in one order.
 #pragma once
 
 #include <cmath>
@@ -31,7 +31,8 @@ static inline int64_t best_of(const float* values, int64_t count) {
     return best;
 }
 
-// Leaves the experts of the best groups in `choice`. A group counts by the sum of its two best, `votes` [num_groups].
+// Leaves only the experts of the best groups in `choice`. A group is as good as its two best experts together: that sum
+// is written to votes [num_groups].
 static inline void keep_best_groups(const Routing& routing, float* choice, float* votes) {
     const int64_t size = routing.num_experts / routing.num_groups;
     for (int64_t group = 0; group < routing.num_groups; group++) {
@@ -57,7 +58,8 @@ static inline void keep_best_groups(const Routing& routing, float* choice, float
     }
 }
 
-// Pick after pick: the best that is left, weighted by a softmax over those left whose logit is near it.
+// Picks experts one after another: the best that is left, weighted by a softmax over those left whose logits are near
+// its own.
 static inline void mix_sparsely(const Routing& routing, const float* logits, float* left, int64_t* ids,
                                 float* weights) {
     for (int64_t expert = 0; expert < routing.num_experts; expert++) left[expert] = logits[expert];

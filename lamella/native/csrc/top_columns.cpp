@@ -1,12 +1,12 @@
-// The best columns of rows that are written out.
+// The best columns of rows of scores that are in memory.
 #include <omp.h>
 
 #include "best_columns.h"
 
 namespace {
 
-constexpr int64_t RANGE_COLUMNS = 4096;  // what a thread takes at once
-constexpr int64_t GROUP_COLUMNS = 256;   // looked into only where one of them is among the best
+constexpr int64_t RANGE_COLUMNS = 4096;  // columns that a thread takes at once
+constexpr int64_t GROUP_COLUMNS = 256;   // looked at one by one only where one of them is among the best so far
 
 }  // namespace
 

@@ -122,9 +122,9 @@ def draws_counted_by_known_tokens(original, rows, sampled, num_tokens=None):
 
 
 @replaces(scheduler_module, "build_step_plan", ASYNC_FAULTS)
-def planned_from_what_is_processed(original, rows, manager, scheduled, num_new, reached):
+def planned_from_what_is_processed(original, rows, manager, scheduled, num_new, reached, *rest):
     reached = reached._replace(num_computed=rows.num_computed)
-    return original(rows, manager, scheduled, num_new, reached)
+    return original(rows, manager, scheduled, num_new, reached, *rest)
 
 
 @replaces(Scheduler, "_grow_decodes", ASYNC_FAULTS)

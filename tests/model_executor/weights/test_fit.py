@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lamella import LLM
-from lamella.engine import model_setup
+from lamella.engine import model_opening
 from lamella.errors import ModelLoadError
 from lamella.model_executor.layers.description import Model
 from lamella.model_executor.weights import loading
@@ -62,7 +62,7 @@ def add_tensors(folder, **tensors):
 )
 def test_claims_that_the_file_does_not_hold_are_told_before_anything_is_built(folder, monkeypatch, changes, message):
     made = []
-    for place, name in ((model_setup, "Model"), (model_setup, "Stack"), (loading, "collect")):
+    for place, name in ((model_opening, "Model"), (model_opening, "Stack"), (loading, "collect")):
         monkeypatch.setattr(place, name, lambda *arguments: made.append(arguments))
     change_config(folder, **changes)
     tracemalloc.start()
