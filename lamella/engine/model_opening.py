@@ -87,6 +87,8 @@ class _NativeModel:
         backend = choose_backend(
             engine.attention_backend, device, specs=specs, dtype=kv_dtype or dtype, page_tokens=engine.page_size
         )
+        if dtype == torch.float32 != getattr(torch, config.dtype):
+            logger.info("%s: stored in %s, computed in float32", source.name, config.dtype)
         model = Model(config, dtype)
         operators = choose_operators(engine.quantization, backend.name, source, model)
         weights = load_weights(

@@ -17,7 +17,8 @@ from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.models.typed_json import read_json_object
 from lamella.model_executor.weights.demo_models import DEMO_PREFIX
 from lamella.model_executor.weights.loading import load_config, resolve_model
-from lamella.model_executor.weights.model_source import existing_path, is_there
+from lamella.model_executor.weights.model_source import existing_path
+from lamella.model_executor.weights.regular_files import is_there
 from lamella.planner.compressed_layers import deepseek_v4_config, inkling_config
 from lamella.planner.known_models import known_names, known_specs
 from lamella.planner.layer_specs import LayerSpecs

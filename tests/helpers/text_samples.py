@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Sequence
 
 _WORDS = (
     *("", "a", " ", "Hello world", " leading", "trailing ", "UPPER lower MiXeD", "camelCaseWordsAndHTTPServers"),
@@ -204,3 +206,28 @@ def marker_samples(markers: list[str]) -> list[str]:
     for marker in markers:
         samples += [marker, f"a{marker}b", f" {marker} \n", marker * 2, marker[:-1], f"é{marker}\n\n1", marker.upper()]
     return samples
+
+
+def drawn_samples(count: int, seed: int, markers: Sequence[str] = ()) -> list[str]:
+    """`count` different texts: the plain samples' parts in all orders, cut anywhere, with characters of all of Unicode
+    and a model's own markers in between."""
+    chance = random.Random(seed)
+    parts = [part for sample in PLAIN_SAMPLES for part in (sample, *sample.split(" "))]
+    texts: dict[str, None] = {}
+    while len(texts) < count:
+        pieces = []
+        for _ in range(chance.randint(1, 8)):
+            kind = chance.random()
+            if kind < 0.65:
+                piece = chance.choice(parts)
+                pieces.append(piece[: chance.randint(0, len(piece))] if chance.random() < 0.2 else piece)
+            elif kind < 0.8:
+                code = chance.choice((0x80, 0x3000, 0x10000, 0x110000))
+                characters = (chance.randrange(code) for _ in range(chance.randint(1, 5)))
+                pieces.append("".join(chr(each) for each in characters if not 0xD800 <= each < 0xE000))
+            elif kind < 0.9 or not markers:
+                pieces.append(chance.choice((" ", "  ", "\n", "\n\n", "\t", " \n", "\u00a0")))
+            else:
+                pieces.append(chance.choice(markers))
+        texts[chance.choice(("", " ")).join(pieces)] = None
+    return list(texts)

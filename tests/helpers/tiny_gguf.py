@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,24 @@ def gguf_name(name: str) -> str:
 
 
 def save_tiny_gguf(
-    path: Path, model: Any, *, quantise: str = "F32", with_head: bool = False, **metadata: Any
+    path: Path,
+    model: Any,
+    *,
+    quantise: str = "F32",
+    with_head: bool = False,
+    tensors_in_part: int = 0,
+    more_tensors: Mapping[str, np.ndarray] | None = None,
+    **metadata: Any,
 ) -> dict[str, np.ndarray]:
     """Write a transformers Gemma 3 model as GGUF: matrices in `quantise` (a GGMLQuantizationType's name; rows must be
-    whole blocks), norms as float32 1 + w. `metadata` adds or replaces keys (with "__" for "."), numbers as float32
-    when float and uint32 when int. with_head: store the output matrix, too. Returns what was written, by GGUF name,
-    before quantising."""
+    whole blocks), norms as float32 1 + w. `metadata` adds or replaces keys (with "__" for "."), numbers as float32 when
+    float and uint32 when int. with_head: store the output matrix, too. tensors_in_part: split the file, so that parts
+    hold that many tensors each; `path` is then what their names are made of. more_tensors: written after the model's.
+    Returns what was written, by GGUF name, before quantising."""
     import gguf
 
     config = model.config
-    writer = gguf.GGUFWriter(path, "gemma3")
+    writer = gguf.GGUFWriter(path, "gemma3", split_max_tensors=tensors_in_part)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -88,6 +97,8 @@ def save_tiny_gguf(
             writer.add_tensor(gguf_name(name), values)
         else:
             writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, storage), raw_dtype=storage)
+    for name, values in (more_tensors or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -53,6 +53,14 @@ GGUF_STACKS = {
 HEAD_NORMS = {name: name for name in ("self_attn.q_norm", "self_attn.k_norm")}
 GGUF_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 GGUF_DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+# What stands before the names of tensors that belong to a file's towers, which are usually files of their own (mmproj).
+GGUF_OTHER_PARTS = {
+    "v.": "the vision tower",
+    "a.": "the audio tower",
+    "mm.a.": "the audio projector",
+    "mm.": "the vision projector",
+    "resampler.": "the vision projector",
+}
 _GGUF_MODEL = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 # Tables that the configuration gives; transformers has not stored them for years, and does not read them either.
 _ROTARY_BUFFER = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\w*\.\w*inv_freq")
@@ -138,9 +146,13 @@ class WeightMap:
         for prefix, part in self.other_parts.items():
             if inner.startswith(prefix):
                 return part
+        return "rotary frequencies" if _ROTARY_BUFFER.fullmatch(self.from_safetensors(name)) else None
+
+    def gguf_left_out(self, name: str) -> str | None:
+        """As `left_out`."""
         if self.gguf_divisors and name in GGUF_DIVISORS:
             return "rotary divisors, which the configuration has"
-        return "rotary frequencies" if _ROTARY_BUFFER.fullmatch(self.from_safetensors(name)) else None
+        return next((part for prefix, part in GGUF_OTHER_PARTS.items() if name.startswith(prefix)), None)
 
 
 def paired(weights: WeightMap) -> WeightMap:

@@ -2,9 +2,9 @@
 
 Which names share a rule, which of them look a word up before merging, and which put a bos before a text that nothing is
 said about, are facts of llama.cpp's src/llama-vocab.cpp. Patterns are those of the models' own tokenizer.json (GPT-2,
-StarCoder, SmolLM2, Command R, Llama 3, Qwen2, Qwen3.5, Mistral Nemo, gpt-oss), whose regex dialect the tokenizers
-library has: llama.cpp spells out in other words what its own cannot say. So is the Unicode normal form, which a GGUF
-file does not state and llama.cpp leaves out.
+StarCoder, SmolLM2, Command R, Llama 3, Qwen2, Qwen3.5, Mistral Nemo, gpt-oss, DeepSeek V3 and so on), whose regex
+dialect the tokenizers library has: llama.cpp spells out in other words what its own cannot say. So is the Unicode
+normal form of Qwen's and Command R's, which a GGUF file does not state and llama.cpp leaves out.
 """
 
 from __future__ import annotations
@@ -32,6 +32,19 @@ _TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_S
 _GPT4O = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTION}?|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTION}?|\p{{N}}{{1,3}}|{_SYMBOLS}"
     rf"|{_LINES_AND_SPACES}"
+)
+# Digits by threes, Han and kana by themselves, and words with the mark of ASCII or the other character before them.
+_DIGITS, _HAN_AND_KANA = r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+_DEEPSEEK = (
+    rf"{_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*"
+    rf"|{_LINES_AND_SPACES}"
+)
+_LINES = r"[^\n]+|\n+"
+_SEED = rf"{_CONTRACTION}|{_BEFORE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES_AND_SPACES}"
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 
 
@@ -62,21 +75,25 @@ _WORDS = PreTokenizer((_GPT2,))
 _WORDS_AND_DIGITS = PreTokenizer((_DIGIT, _GPT2))
 _LLAMA3_LIKE = PreTokenizer((_LLAMA3,))
 _LLAMA3_WHOLE = PreTokenizer((_LLAMA3,), ignores_merges=True, adds_bos=True)
-_GPT4O_LIKE = PreTokenizer((_GPT4O,))
+_QWEN2_LIKE = PreTokenizer((_QWEN2,), normal_form="NFC")
 
 PRE_TOKENIZERS = {
-    "gpt-2": _WORDS,
-    "phi-2": _WORDS,
-    "starcoder": _WORDS_AND_DIGITS,
-    "refact": _WORDS_AND_DIGITS,
-    "smollm": _WORDS_AND_DIGITS,
+    **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "gigachat", "a.x-4.0", "mellum", "modern-bert"), _WORDS),
+    **dict.fromkeys(("mpt", "olmo", "jais", "trillion", "granite-docling"), _WORDS),
+    **dict.fromkeys(("starcoder", "refact", "smollm", "codeshell", "exaone"), _WORDS_AND_DIGITS),
+    **dict.fromkeys(("minerva-7b", "mellum2"), _WORDS_AND_DIGITS),
     "command-r": PreTokenizer((_DIGIT, _GPT2), normal_form="NFC"),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), _LLAMA3_WHOLE),
-    "dbrx": _LLAMA3_LIKE,
-    "smaug-bpe": _LLAMA3_LIKE,
-    "qwen2": PreTokenizer((_QWEN2,), normal_form="NFC"),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"), _LLAMA3_WHOLE),
+    **dict.fromkeys(("midm-2.0", "lfm2", "jina-v5-nano"), _LLAMA3_WHOLE),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _LLAMA3_LIKE),
+    **dict.fromkeys(("glm4", "glm5"), PreTokenizer((_LLAMA3,), ignores_merges=True)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), _QWEN2_LIKE),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), PreTokenizer((_QWEN2,))),
+    "laguna": PreTokenizer((_LINES, _QWEN2)),
     "qwen35": PreTokenizer((_QWEN35,), normal_form="NFC"),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), PreTokenizer((_DIGITS, _HAN_AND_KANA, _DEEPSEEK))),
+    "seed-coder": PreTokenizer((_SEED,)),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), PreTokenizer((_BAILING,))),
     "tekken": PreTokenizer((_TEKKEN,), ignores_merges=True, adds_bos=True),
-    "gpt-4o": _GPT4O_LIKE,
-    "llama4": _GPT4O_LIKE,
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), PreTokenizer((_GPT4O,))),
 }

@@ -1,8 +1,9 @@
-"""A GGUF file's SentencePiece BPE vocabulary (`tokenizer.ggml.model` is "llama"; Gemma, Llama 2, Mistral).
+"""A GGUF file's SentencePiece BPE vocabulary (`tokenizer.ggml.model` is "llama" or "gemma4"; Gemma, Llama 2, Mistral).
 
 Spaces are written as U+2581 and unknown characters fall back to byte tokens. Merges are not stored: the vocabulary
-implies them, in the order of its scores; Gemma's scores say nothing, and the order of its tokens counts. All but Gemma
-have a text begin as if a space stood before it.
+implies them, in the order of its scores; Gemma's scores say nothing, and the order of its tokens counts. Gemma 4's
+merges are stored. All but Gemma have a text begin as if a space stood before it; Phi 3 has that space also where a text
+begins with one, and after every special token.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from lamella.errors import ModelLoadError
 from lamella.model_executor.models.config_gguf import ARCHITECTURE_KEY
 from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.text import gguf_vocabulary as vocabulary
 from lamella.model_executor.text.chat import ChatTemplate
 
-_SCORES_KEY = "tokenizer.ggml.scores"
 _SPACE = "\u2581"
+_BOS_KEY = "tokenizer.ggml.add_bos_token"
+_ALWAYS_PREFIXED = "phi3"
 _MASK = "<mask>"  # transformers' GemmaTokenizer registers it by name
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # Where a file has no type for a token, its spelling tells markers from HTML tags, which Gemma also keeps whole.
@@ -26,23 +27,29 @@ _MARKER = re.compile(r"<\|.*\|>|<unused\d+>|<(?:start|end)_of_turn>|<(?:pad|eos|
 
 
 def sentencepiece_document(
-    fields: TypedFields, spelled: Sequence[str], template: ChatTemplate | None
+    fields: TypedFields, spelled: Sequence[str], template: ChatTemplate | None, *, is_gemma4: bool = False
 ) -> dict[str, Any]:
-    """It tokenizes as the tokenizer that transformers makes of the file. spelled: the file's tokens."""
+    """It tokenizes as the tokenizer that transformers makes of the file. spelled: the file's tokens. is_gemma4: that is
+    the file's kind of tokenizer."""
     stated_special = vocabulary.stated_special_ids(fields, len(spelled))
     # Runs of spaces are stored as spaces, but looked up after spaces have been replaced.
     tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in spelled]
     vocab = vocabulary.ids_by_token(fields, tokens)
-    is_gemma = (fields.optional_string(ARCHITECTURE_KEY) or "gemma").startswith("gemma")
+    architecture = fields.optional_string(ARCHITECTURE_KEY) or "gemma"
+    is_gemma = is_gemma4 or architecture.startswith("gemma")
     stated = vocabulary.stated_merges(fields)
-    implied = _implied_merges(vocab, None if is_gemma else _scores(fields, len(tokens)))
+    implied = _implied_merges(vocab, None if is_gemma else vocabulary.stated_scores(fields, len(tokens)))
+    if is_gemma4 and stated is None:
+        raise fields.error(vocabulary.MERGES_KEY, "a list of merges, which Gemma 4's vocabulary does not imply")
     unknown = vocabulary.special_token_ids(fields).get("unk_token")
     merged = {left + right for left, right in implied}
     return {
         "added_tokens": _added_tokens(fields, spelled, vocab, merged, stated_special, template),
-        **_space_rules(has_prefix=fields.boolean("tokenizer.ggml.add_space_prefix", not is_gemma)),
-        # Where a file does not say, texts get a bos, as in llama.cpp.
-        "post_processor": vocabulary.affix_post_processor(fields, tokens, adds_bos=True),
+        **_space_rules(
+            has_prefix=fields.boolean("tokenizer.ggml.add_space_prefix", not is_gemma),
+            is_always=architecture == _ALWAYS_PREFIXED,
+        ),
+        "post_processor": _affixes(fields, tokens, is_gemma4),
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -58,15 +65,27 @@ def sentencepiece_document(
     }
 
 
-def _space_rules(*, has_prefix: bool) -> dict[str, Any]:
+def _affixes(fields: TypedFields, tokens: Sequence[str], is_gemma4: bool) -> dict[str, Any]:
+    """Where a file does not say, texts get a bos, as in llama.cpp. Files of Gemma 4 say so, but the model's own
+    tokenizer leaves that to the chat template."""
+    if is_gemma4:
+        fields = TypedFields({key: fields.raw(key) for key in fields if key != _BOS_KEY}, fields.place)
+    return vocabulary.affix_post_processor(fields, tokens, adds_bos=not is_gemma4)
+
+
+def _space_rules(*, has_prefix: bool, is_always: bool) -> dict[str, Any]:
     """How spaces become U+2581 and come back. has_prefix: a text, but no part after a special token, gets a space
-    before it, which decoding takes off again."""
+    before it, which decoding takes off again. is_always: such parts, too, and what begins with a space."""
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prefix = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "first", "split": False}
+    if has_prefix and is_always:
+        normalizer: Any = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]}
+    else:
+        normalizer = None if has_prefix else replace
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     return {
-        "normalizer": None if has_prefix else replace,
-        "pre_tokenizer": prefix if has_prefix else None,
+        "normalizer": normalizer,
+        "pre_tokenizer": prefix if has_prefix and not is_always else None,
         "decoder": {
             "type": "Sequence",
             "decoders": [
@@ -77,15 +96,6 @@ def _space_rules(*, has_prefix: bool) -> dict[str, Any]:
             ],
         },
     }
-
-
-def _scores(fields: TypedFields, num_tokens: int) -> tuple[float, ...] | None:
-    if _SCORES_KEY not in fields:
-        return None
-    scores = fields.numbers(_SCORES_KEY)
-    if len(scores) != num_tokens:
-        raise ModelLoadError(f"{fields.place}: {_SCORES_KEY} has {len(scores)} entries for {num_tokens} tokens")
-    return scores
 
 
 def _implied_merges(vocab: Mapping[str, int], scores: Sequence[float] | None) -> list[tuple[str, str]]:

@@ -11,8 +11,9 @@ from lamella.model_executor.models.typed_fields import TypedFields
 
 MERGES_KEY = "tokenizer.ggml.merges"
 TYPES_KEY = "tokenizer.ggml.token_type"
+SCORES_KEY = "tokenizer.ggml.scores"
 TOKENIZER_ARRAYS = (TOKENS_KEY, MERGES_KEY)
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _NAMES = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
           "sep_token": "seperator_token_id", "pad_token": "padding_token_id", "cls_token": "cls_token_id",
           "mask_token": "mask_token_id"}  # fmt: skip
@@ -50,6 +51,16 @@ def token_types(fields: TypedFields, num_tokens: int) -> list[int] | list[None]:
     return types
 
 
+def stated_scores(fields: TypedFields, num_tokens: int) -> tuple[float, ...] | None:
+    """The score of each token; None where the file has no scores."""
+    if SCORES_KEY not in fields:
+        return None
+    scores = fields.numbers(SCORES_KEY)
+    if len(scores) != num_tokens:
+        raise ModelLoadError(f"{fields.place}: {SCORES_KEY} has {len(scores)} entries for {num_tokens} tokens")
+    return scores
+
+
 def ids_by_token(fields: TypedFields, tokens: Sequence[str]) -> dict[str, int]:
     """Token -> id. Raises ModelLoadError where a token is there twice."""
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
@@ -77,10 +88,12 @@ def added_token(token_id: int, token: str, *, special: bool) -> dict[str, Any]:
     return {"id": token_id, "content": token, **flags, "special": special}
 
 
-def affix_post_processor(fields: TypedFields, tokens: Sequence[str], *, adds_bos: bool) -> dict[str, Any]:
+def affix_post_processor(
+    fields: TypedFields, tokens: Sequence[str], *, adds_bos: bool, adds_eos: bool = False
+) -> dict[str, Any]:
     """The tokenizers JSON that puts bos before and eos after a text where the file wants them.
 
-    adds_bos: whether a file that does not say wants a bos.
+    adds_bos, adds_eos: whether a file that does not say wants one.
     """
     ids = special_token_ids(fields)
 
@@ -88,7 +101,7 @@ def affix_post_processor(fields: TypedFields, tokens: Sequence[str], *, adds_bos
         wanted = fields.boolean(f"tokenizer.ggml.add_{name}", default)
         return (tokens[ids[name]], ids[name]) if wanted and name in ids else None
 
-    return _template_post_processor(affix("bos_token", adds_bos), affix("eos_token", False))
+    return _template_post_processor(affix("bos_token", adds_bos), affix("eos_token", adds_eos))
 
 
 def _template_post_processor(bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> dict[str, Any]:

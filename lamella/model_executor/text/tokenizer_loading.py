@@ -24,7 +24,7 @@ from lamella.model_executor.weights.regular_files import read_regular_file
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _TRIAL_TEXT = "A b\n1\u00e9"
 _Result = TypeVar("_Result")
 # transformers' own default for tokenizers that do not say.

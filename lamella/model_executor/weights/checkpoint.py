@@ -18,7 +18,8 @@ import torch
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.weights import mxfp4
-from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header
+from lamella.model_executor.weights.gguf_header import GgufHeader
+from lamella.model_executor.weights.gguf_split import read_gguf_model
 from lamella.model_executor.weights.gguf_tensors import GgufTensorData, storage_problem
 from lamella.model_executor.weights.safetensors_files import DTYPES, SafetensorsEntry, read_safetensors_header
 from lamella.model_executor.weights.stacked import ExpertStack, StackView, expert_views, read_view
@@ -61,6 +62,8 @@ class WeightNames(Protocol):
     def left_out(self, name: str) -> str | None:
         """What a stored tensor belongs to, if the model deliberately leaves it out; else None."""
         ...
+
+    def gguf_left_out(self, name: str) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,21 +210,20 @@ def _stored_tensors(
 
 
 class GgufCheckpoint:
-    """A GGUF file.
+    """A GGUF file, or all parts of a split one.
 
-    Raises ModelLoadError when it is unreadable or ends inside its header, or two of its tensors are the same
-    parameter.
+    Raises ModelLoadError when one is unreadable or ends inside its header, or two tensors are the same parameter.
     """
 
     def __init__(self, path: Path, names: WeightNames, header: GgufHeader | None = None) -> None:
-        """header: that of the file, where it has been read already."""
-        header = header or read_gguf_header(path)
+        """path: the file, or the first part. header: what `read_gguf_model` has read of it already."""
+        header = header or read_gguf_model(path)
         self.norm_offset = names.gguf_norm_offset
         self.has_pairs = names.gguf_pairs
         self.left_out: Counter[str] = Counter()
         self.tensors: dict[str, CheckpointTensor] = {}
         for tensor in header.tensors.values():
-            if (family := names.left_out(tensor.name)) is not None:
+            if (family := names.gguf_left_out(tensor.name)) is not None:
                 self.left_out[family] += 1
                 continue
             problem, stack = storage_problem(header, tensor), names.gguf_stack(tensor.name)

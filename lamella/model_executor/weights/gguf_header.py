@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,20 +41,31 @@ class SkippedStrings:
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """shape: rows first, as torch counts; type_id: ggml's number of the storage format;
-    offset_bytes: from the start of the file."""
+    offset_bytes: from the start of its file; file: which of the model's files that is."""
 
     name: str
     shape: tuple[int, ...]
     type_id: int
     offset_bytes: int
+    file: int = 0
+
+
+class GgufFile(NamedTuple):
+    path: Path
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    path: Path
-    file_bytes: int
+    """files: one, or all parts of a split model (`gguf_split.read_gguf_model`), whose metadata the first has."""
+
+    files: tuple[GgufFile, ...]
     metadata: dict[str, Any]  # numeric arrays are numpy arrays, string arrays lists or SkippedStrings
     tensors: dict[str, GgufTensor]
+
+    @property
+    def path(self) -> Path:
+        return self.files[0].path
 
     def fields(self) -> TypedFields:
         """The metadata as typed fields."""
@@ -62,7 +73,7 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path, *, string_arrays: Collection[str] = ()) -> GgufHeader:
-    """Metadata and tensor table of `path`. Only the string arrays named in `string_arrays` are read.
+    """Metadata and tensor table of the one file `path`. Only the string arrays named in `string_arrays` are read.
 
     Raises ModelLoadError when the file cannot be opened, is no regular file, is not GGUF or ends inside its header,
     when a key or a tensor is there twice, and when tensors are misaligned or lie over each other. Whether a tensor's
@@ -112,7 +123,7 @@ class _HeaderReader:
         start = -(-self.position // alignment) * alignment
         tensors = {name: self._placed(tensor, start, alignment) for name, tensor in entries.items()}
         _refuse_overlaps(self.path, tensors.values())
-        return GgufHeader(self.path, self.num_bytes, metadata, tensors)
+        return GgufHeader((GgufFile(self.path, self.num_bytes),), metadata, tensors)
 
     def _take(self, codes: str) -> tuple[Any, ...]:
         return struct.unpack("<" + codes, self._bytes(struct.calcsize("<" + codes)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,21 +31,26 @@ def storage_problem(header: GgufHeader, tensor: GgufTensor) -> str | None:
     if len(tensor.shape) not in (1, 2, 3) or not num_bytes:
         return f"{tensor.name}: shape {list(tensor.shape)} is not made of rows of whole {block_elements}-element blocks"
     end = tensor.offset_bytes + num_bytes
-    if end > header.file_bytes:
+    file_bytes = header.files[tensor.file].num_bytes
+    if end > file_bytes:
         return (
-            f"{tensor.name}: its data ends at byte {end} but the file is {header.file_bytes} bytes long (truncated: "
-            "copy it again)"
+            f"{tensor.name}: its data ends at byte {end} but the file is {file_bytes} bytes long (truncated: copy it "
+            "again)"
         )
     return None
+
+
+def _mapped(path: Path) -> np.ndarray:
+    with open_regular_file(path) as file:
+        # The mapping outlives the file's handle.
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
 
 class GgufTensorData:
     """Reads rows of tensors that `storage_problem` has nothing against."""
 
     def __init__(self, header: GgufHeader) -> None:
-        with open_regular_file(header.path) as file:
-            # The mapping outlives the file's handle.
-            self._data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        self._files = [_mapped(path) for path, _ in header.files]
         self._tensors = header.tensors
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -71,7 +77,7 @@ class GgufTensorData:
         tensor = self._tensors[name]
         block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type_id)]
         row_bytes = tensor.shape[-1] // block_elements * block_bytes
-        raw = self._data[tensor.offset_bytes + start * row_bytes : tensor.offset_bytes + stop * row_bytes]
+        raw = self._files[tensor.file][tensor.offset_bytes + start * row_bytes : tensor.offset_bytes + stop * row_bytes]
         return raw.reshape(stop - start, row_bytes)
 
     def type_name(self, name: str) -> str:

@@ -44,8 +44,10 @@ from lamella.model_executor.weights.dummy_weights import check_memory, dummy_pie
 from lamella.model_executor.weights.fit import fitted_config
 from lamella.model_executor.weights.forms import RowForm, RowMajor, WeightForm, collect, formed_pieces, stored_tensors
 from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header
-from lamella.model_executor.weights.model_source import ModelSource, is_there, resolve_model
+from lamella.model_executor.weights.gguf_split import read_gguf_model
+from lamella.model_executor.weights.model_source import ModelSource, resolve_model
 from lamella.model_executor.weights.parameters import Parameter
+from lamella.model_executor.weights.regular_files import is_there
 from lamella.model_executor.weights.safetensors_files import DTYPES
 
 __all__ = [
@@ -74,7 +76,7 @@ def load_config(source: ModelSource) -> ModelConfig:
     """
     header = None
     if source.gguf_path is not None:
-        header = read_gguf_header(source.gguf_path)
+        header = read_gguf_model(source.gguf_path)
         config = parse_gguf_config(header)
     else:
         config = parse_config(read_json_object(source.folder / "config.json"), _generation_config(source).eos_token_ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 from lamella.errors import ConfigError, ModelLoadError
 from lamella.model_executor.weights.cache_folder import default_cache_dir
 from lamella.model_executor.weights.demo_models import DEMO_PREFIX, demo_model_path, demo_models
+from lamella.model_executor.weights.gguf_split import part_paths
+from lamella.model_executor.weights.regular_files import is_there
 from lamella.model_executor.weights.shard_index import SHARD_INDEX, read_shard_index
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -20,7 +21,8 @@ class ModelSource:
     """A model found on disk.
 
     kind: "safetensors", "gguf" or "dummy" (random weights).
-    paths: the weight files; for "dummy" the one file that gives the configuration: config.json or a GGUF.
+    paths: the weight files, of a split GGUF file all parts in order; for "dummy" the one file that gives the
+        configuration: config.json or a GGUF.
     name: what the caller asked for.
     folder: where config.json and the tokenizer's files lie: the folder that was given, or the one that holds the file
         that was given. Nothing in a file changes it.
@@ -38,8 +40,8 @@ class ModelSource:
 
 
 def resolve_model(model: str, load_format: str = "auto", *, cache_dir: Path | None = None) -> ModelSource:
-    """The files of `model`: a folder in Hugging Face layout, a .gguf file, a folder with one .gguf file
-    and no config.json, or "demo:<name>".
+    """The files of `model`: a folder in Hugging Face layout, a .gguf file (of a split one, the first part), a folder
+    with one .gguf file, split or not, and no config.json, or "demo:<name>".
 
     load_format: "auto" goes by what is there; "safetensors" and "gguf" insist; "dummy" takes the shape
     of the model only and draws random weights. cache_dir (default: `default_cache_dir()`) is where demo
@@ -59,11 +61,6 @@ def resolve_model(model: str, load_format: str = "auto", *, cache_dir: Path | No
     if path.is_dir():
         return _from_folder(path, model, load_format)
     return _from_file(path, model, load_format)
-
-
-def is_there(path: Path) -> bool:
-    """Whether `path` names anything: a link to nowhere counts, so that whoever reads it says what is wrong."""
-    return os.path.lexists(path)
 
 
 def existing_path(name: str) -> Path | None:
@@ -96,7 +93,9 @@ def _from_file(path: Path, model: str, load_format: str) -> ModelSource:
         )
     if load_format == "safetensors":
         raise ModelLoadError(f"model={model!r} is a GGUF file, so load_format='safetensors' cannot be; use 'auto'")
-    return ModelSource("dummy" if load_format == "dummy" else "gguf", (path,), model, path.parent)
+    if load_format == "dummy":
+        return ModelSource("dummy", (path,), model, path.parent)
+    return ModelSource("gguf", part_paths(path), model, path.parent)
 
 
 def _from_folder(folder: Path, model: str, load_format: str) -> ModelSource:
@@ -105,7 +104,7 @@ def _from_folder(folder: Path, model: str, load_format: str) -> ModelSource:
     if load_format == "dummy" and is_there(config):
         return ModelSource("dummy", (config,), model, folder)
     if load_format == "gguf" or (load_format != "safetensors" and not is_there(config)):
-        if len(ggufs) == 1:
+        if len(ggufs) == 1 or (ggufs and part_paths(ggufs[0]) == tuple(ggufs)):
             return _from_file(ggufs[0], model, load_format)
         if ggufs:
             names = ", ".join(path.name for path in ggufs)

@@ -18,6 +18,11 @@ _KINDS = (
 )
 
 
+def is_there(path: Path) -> bool:
+    """Whether `path` names anything: a link to nowhere counts, so that whoever reads it says what is wrong."""
+    return os.path.lexists(path)
+
+
 def open_regular_file(path: Path) -> BinaryIO:
     """`path`, opened for reading without buffering of its own. Symbolic links are followed, as hub caches need.
 

@@ -141,20 +141,53 @@ def test_qwen2s_rules_in_full(smollm2_path):
 
 GPT2_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 DIGITS = pre_tokenizers.Digits(individual_digits=True)
-# transformers knows the others' patterns.
+GPT2_NAMES = (
+    *("gpt-2", "phi-2", "exaone4", "gigachat", "a.x-4.0", "mellum", "modern-bert", "mpt", "olmo", "jais", "trillion"),
+    "granite-docling",
+)
+DIGIT_NAMES = ("starcoder", "refact", "smollm", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")
 BY_HAND = {
-    "gpt-2": GPT2_WORDS,
-    "phi-2": GPT2_WORDS,
-    **dict.fromkeys(("starcoder", "refact", "smollm", "command-r"), pre_tokenizers.Sequence([DIGITS, GPT2_WORDS])),
+    **dict.fromkeys(GPT2_NAMES, GPT2_WORDS),
+    **dict.fromkeys(DIGIT_NAMES, pre_tokenizers.Sequence([DIGITS, GPT2_WORDS])),
 }
+# transformers knows the others' patterns, some by another name.
+AS = {
+    **dict.fromkeys(("chatglm-bpe", "glm4", "glm5"), "llama3"),
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), "qwen2"),
+}
+# And some that it does not know: "|" is where a text is cut.
+CUT = {
+    "laguna": ("one| two|!|\n\n| |\n| b", "don|'t|\n| stop"),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "joyai-llm"),
+        ("123|456|7| km", "ab|漢字かな|cd", ".word| .|word", "it|'s| x|:=\n\n|y", "(a|)| | b|!\n", "e\u0301| \u0301x"),
+    ),
+    "seed-coder": ("a|1|2| b", "x|);|\n|y", "don|'t| stop", "a| !!|\n\n|b"),
+    **dict.fromkeys(
+        ("bailingmoe", "bailingmoe2", "llada-moe"),
+        ("a|1|2| b", "x|);\n|y", "DON|'T| stop", "a|\n\n|b", "we|'ve"),
+    ),
+}
+CUT_BY_PATTERNS = [name for name in PRE_TOKENIZERS if name not in CUT]
 
 
-@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+@pytest.mark.parametrize("name", CUT)
+def test_words_are_cut_as_written_here(name):
+    for marked in CUT[name]:
+        ours = made(tiny(pre=name)).pre_tokenizer
+        words = marked.split("|")
+        text = "".join(words)
+        assert [text[start:stop] for _, (start, stop) in ours.pre_tokenize_str(text)] == words
+
+
+@pytest.mark.parametrize("name", CUT_BY_PATTERNS)
 def test_words_are_cut_as_the_name_says(name):
     ours = made(tiny(pre=name)).pre_tokenizer
     oracle = BY_HAND.get(name)
     if oracle is None:
-        split = pre_tokenizers.Split(tokenizers.Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), behavior="isolated")
+        split = pre_tokenizers.Split(
+            tokenizers.Regex(GGUF_PRE_TOKENIZER_SPLITS[AS.get(name, name)]), behavior="isolated"
+        )
         rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         oracle = pre_tokenizers.Sequence([split, rest])
     for text in PLAIN_SAMPLES:
@@ -195,11 +228,13 @@ def test_merges_are_in_the_order_of_the_file():
 
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
 def test_which_names_take_a_whole_word_before_merging_and_put_a_bos(name):
-    """As in llama.cpp: Llama 3's names and tekken."""
-    is_whole = name in {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken"}
+    """As in llama.cpp: Llama 3's names and tekken; GLM's have no bos."""
+    llama3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"}
+    has_bos = name in {*llama3, "tekken"}
+    is_whole = has_bos or name in {"glm4", "glm5"}
     ids = made(tiny(pre=name)).encode("abc ab").ids
     words = [ABC, SPACE_AB] if is_whole else [*letters("a"), BC, *letters("\u0120"), AB]
-    assert ids == ([BOS] if is_whole else []) + words
+    assert ids == ([BOS] if has_bos else []) + words
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "llama-bpe"])
@@ -212,10 +247,11 @@ def test_the_files_own_word_on_bos_and_eos_counts(name, bos, eos):
 
 def test_normal_forms_are_those_of_the_models_own_files():
     """Command R and Qwen compose characters, the others take them as they come."""
+    qwen = {"qwen2", "qwen35", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"}
     composed = letters("\u00c3\u00a9")  # the two bytes of é
     for name in PRE_TOKENIZERS:
         ids = [token_id for token_id in made(tiny(pre=name)).encode("e\u0301").ids if token_id != BOS]
-        assert (ids == composed) == (name in {"command-r", "qwen2", "qwen35"}), name
+        assert (ids == composed) == (name in {"command-r", *qwen}), name
 
 
 def test_types_say_what_is_cut_out_and_what_is_special():

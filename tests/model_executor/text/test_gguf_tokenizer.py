@@ -257,7 +257,7 @@ def test_good_metadata_are_taken():
     ("key", "value", "reason"),
     [
         ("model", 5, "model=5"),
-        ("model", "t5", "'t5' cannot be built from GGUF; known: 'llama' .*, 'gpt2'"),
+        ("model", "bert", "'bert' cannot be built from GGUF; known: 'llama' .*'gpt2'"),
         ("tokens", "abc", "cannot be built"),
         ("tokens", ["a", "b", "c", "d", "a"], "token twice: 'a'"),
         ("bos_token_id", "2", "bos_token_id='2'"),

@@ -56,6 +56,29 @@ def test_quantised_matrices_equal_the_reference_conversion(model, tmp_path, quan
     assert torch.equal(found["embed_tokens.weight"], reference("token_embd.weight"))
 
 
+def test_tensors_of_towers_are_left_out_and_counted_once(model, tmp_path, caplog):
+    """Names of the gguf package's own tables."""
+    templates = gguf.constants.TENSOR_NAMES
+    kinds = gguf.constants.MODEL_TENSOR
+    vision = [templates[each].format(bid=0) + ".weight" for each in (kinds.V_ENC_EMBD_PATCH, kinds.V_ENC_ATTN_Q)]
+    projector = [templates[kinds.V_MMPROJ].format(bid=0) + ".weight", "mm.input_projection.weight"]
+    audio = [templates[kinds.A_ENC_CONV1D].format(bid=1) + ".weight"]
+    more = {name: np.ones((3, 4), np.float32) for name in (*vision, *projector, *audio, "mm.a.fc.weight")}
+    save_tiny_gguf(tmp_path / "m.gguf", model, more_tensors=more)
+    with caplog.at_level("INFO"):
+        found = load(tmp_path / "m.gguf", model, tmp_path / "cache")
+    wanted = native_weights(model)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    said = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(said) == 1
+    for part in ("the vision tower (2 tensors)", "the vision projector (2 tensors)", "the audio tower (1 tensors)"):
+        assert part in said[0]
+    save_tiny_gguf(tmp_path / "m.gguf", model, more_tensors={"vv.x.weight": np.ones((3, 4), np.float32)})
+    with pytest.raises(ModelLoadError, match=r"vv\.x\.weight"):
+        load(tmp_path / "m.gguf", model, tmp_path / "cache")
+
+
 def test_config_from_metadata(model, tmp_path):
     save_tiny_gguf(tmp_path / "m.gguf", model)
     config = load_config(resolve_model(str(tmp_path / "m.gguf")))

@@ -16,6 +16,7 @@ from lamella.errors import ModelLoadError
 from lamella.model_executor.models.config_gguf import ARCHITECTURE_KEY
 from lamella.model_executor.models.registry import is_known_gguf, parse_gguf_config
 from lamella.model_executor.models.transformers_backend.recorder import RecordedLayer
+from lamella.model_executor.models.weight_map import GGUF_OTHER_PARTS
 from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header
 
 # Metadata that transformers passes over -> the config's attribute that must say the same.
@@ -43,7 +44,11 @@ def gguf_state_dict(path: Path, model_class: Any, config: Any) -> Mapping[str, t
     name = header.fields().string(ARCHITECTURE_KEY)
     processor = TENSOR_PROCESSORS.get(name, TensorProcessor)(config={})
     known = get_gguf_hf_weights_map(model, processor)
-    left_over = [each for each in header.tensors if each not in known and "_exps." not in each]
+    left_over = [
+        each
+        for each in header.tensors
+        if each not in known and "_exps." not in each and not each.startswith(tuple(GGUF_OTHER_PARTS))
+    ]
     if left_over:
         raise ModelLoadError(
             f"{path}: transformers has no place for {len(left_over)} of its tensors ({', '.join(left_over[:3])}), and "

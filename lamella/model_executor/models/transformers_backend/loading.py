@@ -62,6 +62,11 @@ def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> C
     """
     gguf = source.gguf_path
     place = gguf or source.folder / "config.json"
+    if len(source.paths) > 1 and gguf is not None:
+        raise ModelLoadError(
+            f"{place} is split, and transformers reads a GGUF model from one file; join its parts with llama.cpp's "
+            "gguf-split --merge"
+        )
     config, text_config = read_configs(source.folder, None if gguf is None else gguf.name)
     name = text_config.model_type
     header = None if gguf is None else read_gguf_header(gguf)
