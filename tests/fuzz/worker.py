@@ -167,10 +167,6 @@ def _same(*values: int) -> Any:
     return values[0] if len(set(values)) == 1 else values
 
 
-# The oracle's name -> ours.
-_RENAMED = {"rms_norm_eps": "norm_eps"}
-
-
 def _different_config(found: Any, wanted: dict[str, Any]) -> str | None:
     for name, value in wanted.items():
         if name == "layers":
@@ -179,7 +175,7 @@ def _different_config(found: Any, wanted: dict[str, Any]) -> str | None:
             each = {_OF_EVERY_LAYER[name](layer) for layer in found.layers}
             ours = next(iter(each)) if len(each) == 1 else each
         else:
-            ours = getattr(found, _RENAMED.get(name, name))
+            ours = getattr(found, name)
         if ours != value:
             return f"{name} is {ours}, wanted {value}"
     return None

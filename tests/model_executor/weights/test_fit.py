@@ -117,7 +117,7 @@ def test_a_tensor_that_nothing_reads_is_an_error(folder, name):
         load_config(resolve_model(str(folder)))
 
 
-@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.0.attn_sinks.weight", "v.blk.0.x"])
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.0.attn_sinks.weight", "w.blk.0.x"])
 def test_a_gguf_tensor_that_nothing_reads_is_an_error(saved, tmp_path, name):
     path = tmp_path / "m.gguf"
     save_tiny_gguf(path, saved[1])
