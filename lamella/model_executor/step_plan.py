@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from lamella.errors import InvariantError
 from lamella.kv_cache.page_transfers import PageMoves
 from lamella.kv_cache.step_memory import GroupPlan, TableVersions
+
+if TYPE_CHECKING:
+    import torch
+
+Entry = TypeVar("Entry")
+# Takes the tokens of the prompt, those of the output so far, and logits float32 [vocab] that it may write to; returns
+# the logits to sample from.
+LogitsFunction = Callable[[tuple[int, ...], tuple[int, ...], "torch.Tensor"], "torch.Tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +36,37 @@ class TokenPenalties:
     output_counts: np.ndarray  # int64 [n]: how often each is in the output
 
 
+class TokenBiases(NamedTuple):
+    """What is added to the logits of some tokens, each once."""
+
+    token_ids: np.ndarray  # int64 [n]
+    values: np.ndarray  # float32 [n], finite
+
+
+@dataclass(frozen=True, slots=True)
+class RowProcessors:
+    """A request's own functions of its logits, in the order in which they are called, and the tokens to call them
+    with. What one of them raises, or returns that is no row of logits, ends that request alone."""
+
+    functions: tuple[LogitsFunction, ...]
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """How to sample the token after each of the `S` positions that need one: a row each, in StepPlan's order.
 
     temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off. A draw depends on (seed, draw_index)
     alone: draw_index is how many tokens of the request's output come before the one that is drawn.
-    banned_token_ids[i]: ids that row i may not produce (end tokens before min_tokens).
-    penalties[i]: of row i, where it has any.
     num_logprobs[i]: -1 for none, else how many top log-probabilities to return besides the
     sampled token's own.
+
+    The others have an entry for the rows alone that ask for it:
+    banned_token_ids[i]: ids that row i may not produce, in any order (end tokens before min_tokens; bad words).
+    penalties[i], biases[i], processors[i]: of row i.
+    masks[i]: uint32 [ceil(vocab / 32)], what row i may produce: the token with id t if bit t % 32 of word t // 32 is
+    set, 0 being the lowest. Not to be written once a batch has it.
     """
 
     temperature: np.ndarray  # float64 [S]
@@ -47,6 +78,37 @@ class SamplingBatch:
     num_logprobs: np.ndarray  # int64 [S]
     banned_token_ids: dict[int, tuple[int, ...]]
     penalties: dict[int, TokenPenalties] = field(default_factory=dict)
+    biases: dict[int, TokenBiases] = field(default_factory=dict)
+    masks: dict[int, np.ndarray] = field(default_factory=dict)
+    processors: dict[int, RowProcessors] = field(default_factory=dict)
+
+    @property
+    def edited_rows(self) -> list[int]:
+        """The rows whose logits are changed before a token is chosen, ascending."""
+        return sorted({*self.banned_token_ids, *self.penalties, *self.biases, *self.masks, *self.processors})
+
+    def part(self, rows: np.ndarray) -> SamplingBatch:
+        """The same for these of the S rows alone (int64, none twice), in this order."""
+        places = {row: place for place, row in enumerate(rows.tolist())}
+
+        def of(entries: dict[int, Entry]) -> dict[int, Entry]:
+            return {places[row]: entry for row, entry in entries.items() if row in places}
+
+        return replace(
+            self,
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            seeds=self.seeds[rows],
+            draw_index=self.draw_index[rows],
+            num_logprobs=self.num_logprobs[rows],
+            banned_token_ids=of(self.banned_token_ids),
+            penalties=of(self.penalties),
+            biases=of(self.biases),
+            masks=of(self.masks),
+            processors=of(self.processors),
+        )
 
 
 @dataclass(frozen=True, slots=True)

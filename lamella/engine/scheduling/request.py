@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lamella.engine.scheduling.sampling_settings import SamplingSettings
-from lamella.model_executor.step_plan import TokenLogprobs
+from lamella.engine.scheduling.token_rules import TokenRules
+from lamella.model_executor.step_plan import LogitsFunction, TokenLogprobs
 
 NO_ROW = -1
 
@@ -20,6 +21,9 @@ class Request:
     request's tokens are in RequestRows).
     eos_token_ids: the model's end tokens; empty where the request ignores them.
     stop_token_ids: further ids that end this request.
+    rules: what else it asks of the choice of its tokens; None: nothing.
+    logits_functions: its own functions of the logits. They may have state, which is this request's alone and stays
+    whatever happens to its row.
     """
 
     request_id: str
@@ -33,6 +37,8 @@ class Request:
     stop_token_ids: frozenset[int]
     arrival_time: float
     salt: str | None = None
+    rules: TokenRules | None = None
+    logits_functions: tuple[LogitsFunction, ...] = ()
     row: int = NO_ROW
     num_cached_tokens: int | None = None  # prompt tokens served from the cache when it first ran
     admission_index: int = -1  # how many requests first ran before it; -1 until it does

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lamella.engine.scheduling.request import NO_ROW, Request
-from lamella.engine.scheduling.token_penalties import penalised_prompt_ids, token_penalties
+from lamella.engine.scheduling.row_rules import RowRules, SampleEdits, row_rules
 from lamella.errors import RequestError
 from lamella.model_executor.step_plan import SamplingBatch
 
@@ -28,7 +28,7 @@ class _SampledRows(NamedTuple):
     requests: list[Request]
     num_prompt_tokens: np.ndarray  # int64 [S]
     has_min_tokens: bool
-    sampling: Callable[..., SamplingBatch]  # takes draw_index, banned_token_ids and penalties
+    sampling: Callable[..., SamplingBatch]  # takes draw_index, and the fields of SampleEdits
 
 
 _SETTINGS = {
@@ -90,8 +90,9 @@ class RequestRows:
     def clear(self) -> None:
         """Empty all rows, whatever state an exception left behind. The requests themselves are not touched."""
         self.requests: list[Request | None] = [None] * self._num_rows
-        # Row -> the tokens of its prompt that penalties apply to, for rows whose requests have penalties.
-        self._penalised_prompts: dict[int, np.ndarray] = {}
+        # Of the rows whose requests change their logits beyond min_tokens.
+        self._rules: dict[int, RowRules] = {}
+        self._num_reading = 0  # how many of them read tokens
         # Token id -> how many rows' requests it ends. Sampled tokens are searched for these ids.
         self._end_token_counts: Counter[int] = Counter()
         self.end_token_ids = np.zeros(0, dtype=np.int64)
@@ -119,9 +120,9 @@ class RequestRows:
         return RunningTokens(int(num_in), int((self.num_tokens[rows] - num_prompt).sum()))
 
     @property
-    def has_penalties(self) -> bool:
+    def reads_tokens(self) -> bool:
         """Whether some draw depends on the tokens drawn before it, so that the host must know these to plan it."""
-        return bool(self._penalised_prompts)
+        return self._num_reading > 0
 
     def put(self, request: Request, num_computed: int) -> int:
         """Move a request into a free row and return the row; its tokens live there until `take`. If its settings do not
@@ -139,12 +140,11 @@ class RequestRows:
         self.seeds[row] = request.seed
         self.min_tokens[row] = params.min_tokens
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        penalised = None
-        if params.has_penalties:
-            penalised = penalised_prompt_ids(params, request.token_ids[: request.num_prompt_tokens])
+        rules = row_rules(request)
         self._count_end_tokens(request, +1)
-        if penalised is not None:
-            self._penalised_prompts[row] = penalised
+        if rules is not None:
+            self._rules[row] = rules
+            self._num_reading += rules.reads_tokens
         self._sampled = None
         self._free_rows.pop()
         self.requests[row] = request
@@ -159,7 +159,9 @@ class RequestRows:
         self.requests[row] = None
         self._sampled = None
         self._free_rows.append(row)
-        self._penalised_prompts.pop(row, None)
+        rules = self._rules.pop(row, None)
+        if rules is not None:
+            self._num_reading -= rules.reads_tokens
         self._count_end_tokens(request, -1)
         return request
 
@@ -182,18 +184,26 @@ class RequestRows:
         num_tokens: int64 [num_rows], how many tokens each row will have before that draw; None: those known now."""
         sampled = self._of(rows)
         draw_index = (self.num_tokens if num_tokens is None else num_tokens)[rows] - sampled.num_prompt_tokens
-        banned = {}
+        banned: dict[int, tuple[int, ...]] = {}
         if sampled.has_min_tokens:
             for index in (draw_index < self.min_tokens[rows]).nonzero()[0].tolist():
                 banned[index] = sampled.requests[index].banned_before_min_tokens
-        penalties = {}
-        if self._penalised_prompts:
-            for index, (row, request) in enumerate(zip(rows.tolist(), sampled.requests, strict=True)):
-                prompt_ids = self._penalised_prompts.get(row)
-                if prompt_ids is not None:
-                    output_ids = self.tokens[row, request.num_prompt_tokens : self.num_tokens[row]]
-                    penalties[index] = token_penalties(request.params, prompt_ids, output_ids)
-        return sampled.sampling(draw_index=draw_index, banned_token_ids=banned, penalties=penalties)
+        if not self._rules:
+            return sampled.sampling(draw_index=draw_index, banned_token_ids=banned)
+        edits = SampleEdits(banned)
+        for index, row in enumerate(rows.tolist()):
+            rules = self._rules.get(row)
+            if rules is not None:
+                num_before = sampled.num_prompt_tokens[index] + draw_index[index]
+                rules.add_to(edits, index, self.tokens[row, :num_before])
+        return sampled.sampling(
+            draw_index=draw_index,
+            banned_token_ids=edits.banned_token_ids,
+            penalties=edits.penalties,
+            biases=edits.biases,
+            masks=edits.masks,
+            processors=edits.processors,
+        )
 
     def _of(self, rows: np.ndarray) -> _SampledRows:
         key = rows.tobytes()

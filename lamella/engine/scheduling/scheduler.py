@@ -250,7 +250,7 @@ class Scheduler:
         is planned step by step, because only then does the sizing of the arena guarantee it room."""
         if self._restarted is not None and self._restarted.is_finished:
             self._restarted = None
-        return not (self._must_wait or self._restarted or self.rows.has_penalties)
+        return not (self._must_wait or self._restarted or self.rows.reads_tokens)
 
     def _begin_outgrown_anew(self, reached: Reached) -> bool:
         """Send requests that have become long texts back to the queue, to begin anew. Returns False where that must

@@ -3,8 +3,6 @@ written."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -18,12 +16,12 @@ MAX_TOP = 64  # the most columns that are cheaper to find than to write all
 def sample_from_head(sampler: Sampler, scores: HeadScores, batch: SamplingBatch) -> StepResult:
     """What `sampler(all logits, batch)` returns, bit for bit.
 
-    Greedy rows need one column, and rows with a small top_k need top_k of them; bans, penalties and log-probabilities
-    need the whole row.
+    Greedy rows need one column, and rows with a small top_k need top_k of them; edits of the logits and
+    log-probabilities need the whole row.
     """
     num_rows = len(batch.temperature)
     needs_all = batch.num_logprobs >= 0
-    needs_all[[*batch.banned_token_ids, *batch.penalties]] = True
+    needs_all[batch.edited_rows] = True
     is_greedy = ~needs_all & (batch.temperature == 0)
     has_top = ~needs_all & ~is_greedy & (batch.top_k > 0) & (batch.top_k <= MAX_TOP)
     token_ids = np.empty(num_rows, dtype=np.int64)
@@ -43,24 +41,8 @@ def sample_from_head(sampler: Sampler, scores: HeadScores, batch: SamplingBatch)
             token_ids[row] = row_ids[0] if row in unusable else draw_from_top(row_ids, row_values, batch, row)
     rows = np.flatnonzero(~is_greedy & ~has_top)
     if len(rows):
-        result = sampler(scores.logits(torch.from_numpy(rows)), _part_of(batch, rows))
+        result = sampler(scores.logits(torch.from_numpy(rows)), batch.part(rows))
         token_ids[rows] = result.token_ids
         logprobs = {int(rows[index]): found for index, found in result.logprobs.items()}
         unusable |= {int(rows[index]): problem for index, problem in result.unusable.items()}
     return StepResult(token_ids=token_ids, logprobs=logprobs, unusable=unusable)
-
-
-def _part_of(batch: SamplingBatch, rows: np.ndarray) -> SamplingBatch:
-    place = {int(row): index for index, row in enumerate(rows)}
-    return replace(
-        batch,
-        temperature=batch.temperature[rows],
-        top_k=batch.top_k[rows],
-        top_p=batch.top_p[rows],
-        min_p=batch.min_p[rows],
-        seeds=batch.seeds[rows],
-        draw_index=batch.draw_index[rows],
-        num_logprobs=batch.num_logprobs[rows],
-        banned_token_ids={place[row]: banned for row, banned in batch.banned_token_ids.items()},
-        penalties={place[row]: penalties for row, penalties in batch.penalties.items()},
-    )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from lamella.errors import InvariantError, LamellaError
-from lamella.model_executor.sampling.logit_edits import edited
+from lamella.model_executor.sampling.logit_edits import edit_whole_rows, edited, whole_rows, without_rows
 from lamella.model_executor.step_plan import SamplingBatch, StepResult, TokenLogprobs
 
 _BLOCK_COLUMNS = 256
@@ -47,36 +47,69 @@ class Sampler:
     def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> StepResult:
         """Choose a token per row.
 
-        logits: float32 [S, vocab] on any device, row- or column-major; penalised and banned entries are
+        logits: float32 [S, vocab] on any device, row- or column-major; entries that are edited are
         overwritten during the call and put back. Row i follows entry i of `batch`.
 
-        Penalties change logits, bans make them -inf (`logit_edits`).
+        First the row's logits are edited, in the order masks, bans, biases, the request's own functions,
+        penalties (`logit_edits`).
         Greedy rows (temperature 0) then take the largest logit, the lowest id among equals. For the others
         logits are divided by the temperature, then min_p drops tokens less likely than min_p times the
         most likely one, then top_k keeps exactly k, then top_p keeps the fewest whose share of what is
         left reaches top_p; one uniform number picks from what is kept. Log-probabilities are those of
-        the logits as given, before penalties, bans, temperature and filters.
+        the logits as given, before edits, temperature and filters.
 
         A row whose largest logit is NaN or infinite (the model's output is unusable, or every token of the
-        row is banned) is in the result's `unusable`, and the others are what they are without it.
+        row is banned), or whose own functions fail, is in the result's `unusable`, and the others are what they are
+        without it.
         """
         num_rows = len(batch.temperature)
         if logits.dim() != 2 or logits.shape[0] != num_rows:
             raise InvariantError(f"logits of shape {list(logits.shape)} for {num_rows} rows; give [{num_rows}, vocab]")
         if num_rows == 0:
             return StepResult(token_ids=np.empty(0, dtype=np.int64), logprobs={})
-        with edited(logits, batch):
-            maxima = _block_maxima(logits)
-            best_ids, best_logits = _largest_of_blocks(logits, maxima)
-            unusable = unusable_rows(best_logits)
-            token_ids = best_ids
-            sampled_rows = np.flatnonzero((batch.temperature > 0) & np.isfinite(best_logits))
-            if len(sampled_rows):
-                token_ids = best_ids.copy()
-                token_ids[sampled_rows] = _draw_rows(logits, maxima, best_logits, batch, sampled_rows)
+        if batch.masks or batch.processors:
+            token_ids, best_logits, problems = _choose_with_whole_rows(logits, batch)
+        else:
+            (token_ids, best_logits), problems = _choose_edited(logits, batch), {}
+        unusable = unusable_rows(best_logits) | problems
         asking = np.flatnonzero((batch.num_logprobs >= 0) & np.isfinite(best_logits))
         logprobs = _logprobs(logits, token_ids, batch.num_logprobs, asking)
         return StepResult(token_ids=token_ids, logprobs=logprobs, unusable=unusable)
+
+
+def _choose_edited(logits: torch.Tensor, batch: SamplingBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's token int64 [S] and largest logit float32 [S], with the edits of single entries."""
+    with edited(logits, batch):
+        return _choose(logits, batch)
+
+
+def _choose_with_whole_rows(
+    logits: torch.Tensor, batch: SamplingBatch
+) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+    """The same where some rows have masks or functions; and why rows failed."""
+    rows = whole_rows(batch)
+    num_rows = len(batch.temperature)
+    token_ids, best_logits = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.float32)
+    if len(rows) < num_rows:
+        token_ids, best_logits = _choose_edited(logits, without_rows(batch, rows))
+    problems: dict[int, str] = {}
+    for start in range(0, len(rows), _COPY_ROWS):
+        part = rows[start : start + _COPY_ROWS]
+        copied, batch_part = _copy_rows(logits, part), batch.part(part)
+        problems |= {int(part[place]): problem for place, problem in edit_whole_rows(copied, batch_part).items()}
+        token_ids[part], best_logits[part] = _choose(copied, batch_part)
+    return token_ids, best_logits, problems
+
+
+def _choose(logits: torch.Tensor, batch: SamplingBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's token int64 [S] and largest logit float32 [S], of logits as they are."""
+    maxima = _block_maxima(logits)
+    token_ids, best_logits = _largest_of_blocks(logits, maxima)
+    sampled_rows = np.flatnonzero((batch.temperature > 0) & np.isfinite(best_logits))
+    if len(sampled_rows):
+        token_ids = token_ids.copy()
+        token_ids[sampled_rows] = _draw_rows(logits, maxima, best_logits, batch, sampled_rows)
+    return token_ids, best_logits
 
 
 def uniform(seed: int, draw_index: int) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from lamella.model_executor.sampling.device.choose import (
     choose_kernel,
 )
 from lamella.model_executor.sampling.device.logprobs import logprobs_kernel
-from lamella.model_executor.sampling.logit_edits import LogitEdits
+from lamella.model_executor.sampling.logit_edits import LogitEdits, edit_whole_rows, whole_rows, without_rows
 from lamella.model_executor.sampling.philox import uniforms
 from lamella.model_executor.sampling.sampler import unusable_rows
 from lamella.model_executor.step_plan import SamplingBatch, StepResult, TokenLogprobs
@@ -60,12 +61,13 @@ class DeviceSample:
     host_best_logits: torch.Tensor  # float32 [S]
     logprobs: DeviceLogprobs | None
     event: torch.cuda.Event | None
+    problems: Mapping[int, str] = field(default_factory=dict)  # rows whose own functions failed, with the reason
 
     def result(self) -> StepResult:
         """Wait for the device. Rows whose largest logit is NaN or infinite are `unusable`."""
         if self.event is not None:
             self.event.synchronize()
-        unusable = unusable_rows(self.host_best_logits.numpy())
+        unusable = {**unusable_rows(self.host_best_logits.numpy()), **self.problems}
         token_ids = self.host_token_ids.numpy().copy()
         logprobs = _token_logprobs(self.logprobs, token_ids)
         for row in unusable:
@@ -84,7 +86,7 @@ class DeviceSampler:
     def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> DeviceSample:
         """Choose a token per row, by the definitions of `Sampler`; returns before the device is done.
 
-        logits: float32, float16 or bfloat16 [S, vocab]. Penalised and banned entries are overwritten and put back.
+        logits: float32, float16 or bfloat16 [S, vocab]. Edited entries are overwritten and put back.
         Masses are sums of float32 weights, so that a uniform number within about 1e-6 of the border between two tokens
         can fall to either; log-probabilities are good to about 1e-6. A row's token depends on nothing but the row.
         """
@@ -95,25 +97,46 @@ class DeviceSampler:
         if num_rows == 0:
             empty = torch.empty(0, dtype=torch.int64, device=device)
             return DeviceSample(empty, empty.cpu(), torch.empty(0), None, None)
-        edits = LogitEdits.of(batch)
-        if edits is not None and logits.dtype != torch.float32:
-            logits = logits.float()  # otherwise penalised logits would be rounded to 16 bits
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        saved = None
-        if edits is not None:
-            edits = edits.to(device)
-            saved = edits.apply(logits)
-        token_ids, best_logits = self.choose(logits, row_parameters(batch, logits.shape[1]))
-        if edits is not None and saved is not None:
-            edits.undo(logits, saved)
+        if batch.masks or batch.processors:
+            token_ids, best_logits, problems = self._choose_with_whole_rows(logits, batch)
+        else:
+            (token_ids, best_logits), problems = self._choose_edited(logits, batch), {}
         logprobs = self._logprobs(logits, token_ids, batch.num_logprobs)
         host_token_ids, host_best_logits = _to_host(token_ids), _to_host(best_logits)
         event = None
         if device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return DeviceSample(token_ids, host_token_ids, host_best_logits, logprobs, event)
+        return DeviceSample(token_ids, host_token_ids, host_best_logits, logprobs, event, problems)
+
+    def _choose_edited(self, logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """`choose`, logits with contiguous rows, with the edits of single entries."""
+        edits = LogitEdits.of(batch)
+        if edits is not None and logits.dtype != torch.float32:
+            logits = logits.float()  # otherwise edited logits would be rounded to 16 bits
+        if edits is None:
+            return self.choose(logits, row_parameters(batch, logits.shape[1]))
+        edits = edits.to(logits.device)
+        saved = edits.apply(logits)
+        chosen = self.choose(logits, row_parameters(batch, logits.shape[1]))
+        edits.undo(logits, saved)
+        return chosen
+
+    def _choose_with_whole_rows(
+        self, logits: torch.Tensor, batch: SamplingBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
+        """The same where some rows have masks or functions; and why rows failed."""
+        rows = whole_rows(batch)
+        part, places = batch.part(rows), to_device(rows, logits.device)
+        copied = logits.index_select(0, places).float()
+        problems = {int(rows[place]): problem for place, problem in edit_whole_rows(copied, part).items()}
+        token_ids, best_logits = self.choose(copied, row_parameters(part, logits.shape[1]))
+        if len(rows) < len(batch.temperature):
+            ids, values = self._choose_edited(logits, without_rows(batch, rows))
+            token_ids, best_logits = ids.index_copy(0, places, token_ids), values.index_copy(0, places, best_logits)
+        return token_ids, best_logits, problems
 
     def choose(self, logits: torch.Tensor, parameters: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids int64 [S] and largest logits float32 [S] of logits [S, vocab] as they are, their rows contiguous.
