@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lamella.model_executor.step_plan import SamplingBatch, TokenPenalties
+from lamella.model_executor.step_plan import RowProcessors, SamplingBatch, TokenBiases, TokenPenalties
 
 
 def make_batch(
     *rows: dict,
     banned: dict[int, tuple[int, ...]] | None = None,
     penalties: dict[int, TokenPenalties] | None = None,
+    biases: dict[int, TokenBiases] | None = None,
+    masks: dict[int, np.ndarray] | None = None,
+    processors: dict[int, RowProcessors] | None = None,
 ) -> SamplingBatch:
     defaults = {
         "temperature": 1.0,
@@ -37,6 +40,9 @@ def make_batch(
         num_logprobs=column("num_logprobs", np.int64),
         banned_token_ids=banned or {},
         penalties=penalties or {},
+        biases=biases or {},
+        masks=masks or {},
+        processors=processors or {},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -75,3 +76,28 @@ def penalised(
         if token_id in output:
             changed[token_id] -= presence
     return changed
+
+
+def edited_logits(
+    logits: np.ndarray,
+    prompt: list[int],
+    output: list[int],
+    *,
+    allowed: set[int] | None = None,
+    banned: Iterable[int] = (),
+    biases: dict[int, float] | None = None,
+    functions: Iterable[Callable[[list[int], list[int], np.ndarray], np.ndarray]] = (),
+    **penalties: float,
+) -> np.ndarray:
+    """float64 [vocab], token by token: what may not come, biases, functions, what may not come, penalties."""
+    may_not_come = [
+        token for token in range(len(logits)) if token in banned or (allowed is not None and token not in allowed)
+    ]
+    changed = logits.astype(np.float64).copy()
+    changed[may_not_come] = -np.inf
+    for token, bias in (biases or {}).items():
+        changed[token] += bias
+    for function in functions:
+        changed = function(prompt, output, changed)
+    changed[may_not_come] = -np.inf
+    return penalised(changed, prompt, output, **penalties)

@@ -11,9 +11,10 @@ import torch
 from lamella.errors import InvariantError
 from lamella.model_executor.sampling.device.choose import UNIFORM
 from lamella.model_executor.sampling.device.device_sampler import DeviceSampler, row_parameters
-from lamella.model_executor.sampling.sampler import uniform
+from lamella.model_executor.sampling.sampler import Sampler, uniform
 from lamella.model_executor.sampling.sampler_choice import choose_sampler
 from lamella.model_executor.step_plan import TokenPenalties
+from tests.helpers import edit_cases
 from tests.helpers.pairwise import pairwise
 from tests.helpers.sampling import make_batch, random_logits
 from tests.helpers.sampling_oracle import distribution, penalised
@@ -155,6 +156,36 @@ def test_bans_and_penalties(params: dict, dtype: torch.dtype) -> None:
         assert all(one.is_decided(number) for one in expected)
         assert tokens == [one.pick(number) for one in expected]
     assert torch.equal(on_device.cpu(), logits)
+
+
+@pytest.mark.parametrize("params", edit_cases.PARAMS[:3], ids=str)
+def test_every_edit_gives_what_it_gives_on_the_host(params: dict) -> None:
+    """A row for each case and a plain one between any two; a function that fails has its row to itself."""
+    row = random_logits(1, edit_cases.VOCAB, seed=8)
+    logits = row.repeat(2 * len(edit_cases.CASES), 1).to(DEVICE)
+    before = logits.clone()
+    batch = edit_cases.batch_of(
+        {2 * place: case for place, case in enumerate(edit_cases.CASES)}, [params] * len(logits)
+    )
+    result = DeviceSampler(64)(logits, batch).result()
+    assert torch.equal(logits, before)
+    expected = [edit_cases.expected_token(row[0].numpy(), case, params) for case in edit_cases.CASES]
+    assert result.token_ids[::2].tolist() == expected
+    assert result.token_ids[1::2].tolist() == [sample(row, params).token_ids[0]] * len(expected)
+    host = Sampler()(row.repeat(len(logits), 1), batch)
+    assert result.logprobs.keys() == host.logprobs.keys()
+    for place, found in result.logprobs.items():
+        assert found.logprob == pytest.approx(host.logprobs[place].logprob, abs=1e-5)
+        assert found.rank == host.logprobs[place].rank
+
+
+def test_a_function_that_fails_makes_its_own_row_unusable() -> None:
+    cases = {1: {"functions": (lambda prompt, output, logits: None,)}, 2: {"allowed": {4, 5}}}
+    logits = random_logits(3, edit_cases.VOCAB, seed=9).to(DEVICE)
+    result = DeviceSampler(64)(logits, edit_cases.batch_of(cases, [GREEDY] * 3)).result()
+    assert result.unusable.keys() == {1}
+    assert "logits_processors[0] returned a NoneType" in result.unusable[1]
+    assert result.token_ids[[0, 2]].tolist() == [int(logits[0].argmax()), 4 + int(logits[2, 4:6].argmax())]
 
 
 @pytest.mark.parametrize("params", [GREEDY, {"seed": 1}, {"top_k": 2}])

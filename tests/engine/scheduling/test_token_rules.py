@@ -47,7 +47,7 @@ def test_sequences_end_as_in_transformers():
         banned = ends_of(sequences, token_ids)
         assert set(banned) == banned_by(NoBadWordsLogitsProcessor([list(one) for one in sequences]), token_ids)
         num_banned += len(banned)
-    assert num_banned > 300
+    assert num_banned > 150
 
 
 def test_a_sequence_counts_from_its_first_tokens_on():
