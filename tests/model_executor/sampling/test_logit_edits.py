@@ -79,7 +79,7 @@ def raises(prompt, output, logits):
     [
         (raises, "logits_processors[1] raised KeyError: 'no such state'"),
         (lambda prompt, output, logits: None, f"returned a NoneType; return the logits, a tensor [{VOCAB}]"),
-        (lambda prompt, output, logits: logits[:5], f"torch.float32 [5] on cpu; return the logits, floating point [{VOCAB}] on"),
+        (lambda prompt, output, logits: logits[:5], f"float32 [5] on cpu; return the logits, floating point [{VOCAB}]"),
         (lambda prompt, output, logits: logits.long(), f"returned torch.int64 [{VOCAB}] on cpu"),
         (lambda prompt, output, logits: logits * torch.nan, "the largest logit is nan"),
         (lambda prompt, output, logits: torch.full_like(logits, -torch.inf), "the largest logit is -inf"),
