@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lamella.engine.scheduling.prompt_scores import PromptScores
 from lamella.engine.scheduling.sampling_settings import SamplingSettings
 from lamella.engine.scheduling.token_rules import TokenRules
 from lamella.model_executor.step_plan import LogitsFunction, TokenLogprobs
@@ -24,6 +25,7 @@ class Request:
     rules: what else it asks of the choice of its tokens; None: nothing.
     logits_functions: its own functions of the logits. They may have state, which is this request's alone and stays
     whatever happens to its row.
+    prompt_scores: of the prompt's own tokens; None: none are wanted.
     """
 
     request_id: str
@@ -39,6 +41,7 @@ class Request:
     salt: str | None = None
     rules: TokenRules | None = None
     logits_functions: tuple[LogitsFunction, ...] = ()
+    prompt_scores: PromptScores | None = None
     row: int = NO_ROW
     num_cached_tokens: int | None = None  # prompt tokens served from the cache when it first ran
     admission_index: int = -1  # how many requests first ran before it; -1 until it does
@@ -53,6 +56,13 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def sought_token_ids(self) -> np.ndarray:
+        """Those of its tokens (int32) that the prefix cache is asked for. It leaves at least the last one to compute,
+        which is the one behind which a token is to be scored, where there is such a token."""
+        scores = self.prompt_scores
+        return self.token_ids if scores is None or scores.is_complete else self.token_ids[: scores.first_missing]
 
     @property
     def banned_before_min_tokens(self) -> tuple[int, ...]:
