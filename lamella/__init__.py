@@ -1,5 +1,6 @@
 """lamella: an LLM inference engine for models that mix sliding-window and full attention."""
 
+from lamella.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine, EngineStats
 from lamella.engine.llm import LLM
@@ -7,6 +8,7 @@ from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, Re
 from lamella.engine.prompts import Prompt as PromptType
 from lamella.engine.prompts import TextPrompt, TokensPrompt
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
+from lamella.engine.scores import ScoreOutput
 from lamella.errors import (
     CapacityError,
     ConfigError,
@@ -27,6 +29,9 @@ LLMEngine = Engine
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
@@ -47,6 +52,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoreOutput",
     "TextPrompt",
     "TokensPrompt",
     "UnsupportedArgumentError",

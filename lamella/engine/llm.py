@@ -11,6 +11,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from lamella.argument_checks import truth_value
+from lamella.engine.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine
 from lamella.engine.generate_progress import generate_progress
@@ -18,9 +19,10 @@ from lamella.engine.model_opening import ServedConfig
 from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, Prompt, split_prompts
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
+from lamella.engine.scores import ScoredPair, ScoreOutput, encode_pair, pairs_of
 from lamella.engine.turns import Turns, in_turn
 from lamella.engine.vllm_keywords import refuse_foreign
-from lamella.engine.vllm_request_arguments import CHAT_ARGUMENTS, GENERATE_ARGUMENTS
+from lamella.engine.vllm_request_arguments import BEAM_SEARCH_ARGUMENTS, CHAT_ARGUMENTS, GENERATE_ARGUMENTS
 from lamella.errors import EngineClosedError, LamellaError, RequestError
 from lamella.model_executor.text.tokenizer import Tokenizer
 
@@ -108,6 +110,75 @@ class LLM:
             except RequestError as error:
                 raise type(error)(f"prompts[{index}]: {error}") from error
         return self._run(parsed, all_params, use_tqdm)
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: str | Sequence[int] | Sequence[str | Sequence[int]],
+        *,
+        use_tqdm: bool | Callable[..., tqdm[Any]] = True,
+    ) -> list[ScoreOutput]:
+        """How likely each continuation is after its prompt; outputs are in the order of the continuations.
+
+        prompts: as for `generate`; one, or one for each continuation. continuations: strings or lists of token ids. Two
+        texts are tokenised as one, and a space between them belongs to the continuation. Equal prompts are computed
+        once, as far as the prefix cache holds them; only the continuations' tokens are scored.
+        All are checked before anything runs: RequestError names the first bad one.
+        """
+        pairs: list[ScoredPair] = []
+        parsed: list[ParsedPrompt] = []
+        tokenizer = self.get_tokenizer()
+        for index, (prompt, continuation) in enumerate(pairs_of(prompts, continuations)):
+            try:
+                pairs.append(encode_pair(prompt, continuation, tokenizer))
+                parsed.append(self.engine.parse(pairs[-1].prompt, pairs[-1].params))
+            except RequestError as error:
+                raise type(error)(f"continuations[{index}]: {error}") from error
+        outputs = self._run(parsed, [pair.params for pair in pairs], use_tqdm)
+        return [pair.score(output) for pair, output in zip(pairs, outputs, strict=True)]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        **vllm_arguments: Any,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` most likely texts that a beam search finds for each prompt, the best first; outputs are in
+        the order of the prompts. prompts: as for `generate`. use_tqdm: show a bar that moves with rounds.
+
+        All prompts are checked before anything runs: RequestError names the first bad one.
+        """
+        known = ("prompts", "params", "use_tqdm")
+        refuse_foreign("beam_search", vllm_arguments, known=known, foreign=BEAM_SEARCH_ARGUMENTS)
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params is {type(params).__name__}: must be a BeamSearchParams")
+        parsed: list[ParsedPrompt] = []
+        for index, prompt in enumerate(split_prompts(prompts)):
+            try:
+                parsed.append(self.engine.parse(prompt, SamplingParams(max_tokens=params.max_tokens)))
+                room = self.engine.max_model_len - len(parsed[-1].token_ids)
+                if params.max_tokens > room:
+                    raise RequestError(
+                        f"max_tokens={params.max_tokens}: a prompt of {len(parsed[-1].token_ids)} tokens leaves room "
+                        f"for {room} within max_model_len={self.engine.max_model_len}"
+                    )
+            except RequestError as error:
+                raise type(error)(f"prompts[{index}]: {error}") from error
+        config = self.model_config
+        rounds = search_beams(
+            parsed,
+            params,
+            config.eos_token_ids,
+            lambda asked, requests: self._run(asked, requests, use_tqdm=False),
+            config.vocab_size,
+            self.get_tokenizer(),
+        )
+        found: list[BeamSearchOutput] = []
+        for outputs in tqdm(rounds, total=params.max_tokens + 1, disable=not use_tqdm):
+            found = outputs
+        return found
 
     def chat(
         self,

@@ -61,6 +61,12 @@ CHAT_ARGUMENTS: dict[str, Absent] = {
     **GENERATE_ARGUMENTS,
     **absent("what the template is made for is found out from the template", chat_template_content_format=("auto",)),
 }
+# Arguments of LLM.beam_search, which the newest releases read no longer have.
+BEAM_SEARCH_ARGUMENTS: dict[str, Absent] = {
+    **_LORA,
+    **_TOKENIZATION,
+    **absent("max_num_seqs bounds how many beams run at once", concurrency_limit=ANY),
+}
 
 # Arguments of LLMEngine.add_request.
 ADD_REQUEST_ARGUMENTS: dict[str, Absent] = {
