@@ -64,8 +64,8 @@ def test_scores_are_the_models_and_the_prefix_is_computed_once(tiny, llm) -> Non
     assert scores[5].is_all_greedy
     assert scores[6].is_greedy == [True, True, False]
     assert scores[7].logprobs == scores[3].logprobs
-    # Of the prompt's 64 tokens all but the last may come from the cache. The first computes them in two chunks, and those
-    # that start beside its second find the first.
+    # Of the prompt's 64 tokens all but the last may come from the cache. The first computes them in two chunks, and
+    # those that start beside its second find the first.
     num_cached = sorted(score.num_cached_tokens for score in scores)
     assert num_cached[0] == 0
     assert num_cached[1] >= 48
