@@ -1,5 +1,6 @@
 """Sampling parameters, where vLLM has them."""
 
+from lamella.engine.beam_search import BeamSearchParams
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
 
-__all__ = ["RequestOutputKind", "SamplingParams"]
+__all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams"]

@@ -312,6 +312,9 @@ ENGINE_ARGUMENTS: Foreign = {
         enable_mm_processor_stats=(False,),
     ),
     **absent(
+        "give a request its own in SamplingParams.logits_processors", logits_processor_pattern=(), logits_processors=()
+    ),
+    **absent(
         "there is no speculative decoding, no output grammar, no reasoning parser and no watermark",
         speculative_config=(),
         spec_method=(),
@@ -321,8 +324,6 @@ ENGINE_ARGUMENTS: Foreign = {
         num_speculative_tokens=(0,),
         structured_outputs_config=(),
         guided_decoding_backend=("auto", "xgrammar", "guidance", "outlines"),
-        logits_processor_pattern=(),
-        logits_processors=(),
         reasoning_parser=(),
         reasoning_parser_plugin=(),
         reasoning_config=(),

