@@ -22,12 +22,10 @@ from lamella.engine.model_setup import LoadedEngine, load_engine
 from lamella.engine.output_processor import OutputProcessor
 from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, parse_prompt
-from lamella.engine.request_rules import make_token_rules
+from lamella.engine.request_rules import RuleMaker, make_prompt_scores
 from lamella.engine.sampling_params import SamplingParams
-from lamella.engine.scheduling.prompt_scores import PromptScores
 from lamella.engine.scheduling.request import Request
 from lamella.engine.scheduling.request_rows import RunningTokens, require_fitting
-from lamella.engine.scheduling.token_rules import TokenRules
 from lamella.engine.turns import Turns, in_turn
 from lamella.engine.vllm_keywords import refuse_foreign
 from lamella.engine.vllm_request_arguments import (
@@ -102,7 +100,8 @@ class Engine:
         self.max_model_len = self._loaded.pool.max_model_len
         self._outputs = OutputProcessor(self._loaded.tokenizer)
         self._num_arrived = 0
-        self._last_rules: tuple[SamplingParams, TokenRules | None] | None = None
+        served = self._loaded.model_config
+        self._rules = RuleMaker(self._loaded.tokenizer, served.vocab_size, served.eos_token_ids)
         # Steps in flight, oldest first. Between calls of `step` there is one at most.
         self._launched: deque[LaunchedStep] = deque()
         self._books = _Books.SETTLED
@@ -145,7 +144,7 @@ class Engine:
             num_top = getattr(params, name)
             if num_top is not None and num_top > vocab_size:
                 raise RequestError(f"{name}={num_top}: the vocabulary has only {vocab_size} tokens; -1 is all of them")
-        rules = self._rules_of(params, loaded)
+        rules = self._rules.make(params)
         parsed = parse_prompt(prompt, loaded.tokenizer, vocab_size=vocab_size, max_model_len=self.max_model_len)
         room = self.max_model_len - len(parsed.token_ids)
         if params.min_tokens > room:
@@ -159,14 +158,6 @@ class Engine:
                 f"tokens; give at most {len(parsed.token_ids) - 1}"
             )
         return dataclasses.replace(parsed, rules=rules)
-
-    def _rules_of(self, params: SamplingParams, loaded: LoadedEngine) -> TokenRules | None:
-        """Often one value is the parameters of many prompts."""
-        last = self._last_rules
-        if last is None or last[0] is not params:
-            ids, config = loaded.model_config.eos_token_ids, loaded.model_config
-            last = self._last_rules = params, make_token_rules(params, loaded.tokenizer, config.vocab_size, ids)
-        return last[1]
 
     @in_turn
     def add_parsed(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams) -> None:
@@ -199,7 +190,7 @@ class Engine:
                 rules=prompt.rules,
                 logits_functions=logits_functions(params.logits_processors),
                 # The samples' prompts are one: what is found of it is reported once.
-                prompt_scores=_prompt_scores(params, num_prompt_tokens, vocab_size) if index == 0 else None,
+                prompt_scores=make_prompt_scores(params, num_prompt_tokens, vocab_size) if index == 0 else None,
             )
             for index in range(params.n)
         ]
@@ -479,10 +470,3 @@ class Engine:
     def _draw_seed(self) -> int:
         """A seed for a request that gives none: depends on the engine's seed and the order of arrival."""
         return (self.config.seed * 0x9E3779B97F4A7C15 + self._num_arrived * 0xD1B54A32D192ED03 + 1) % 2**64
-
-
-def _prompt_scores(params: SamplingParams, num_prompt_tokens: int, vocab_size: int) -> PromptScores | None:
-    if params.prompt_logprobs is None:
-        return None
-    num_logprobs = vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs
-    return PromptScores(num_logprobs, max(params.prompt_logprob_start, 1), num_prompt_tokens)

@@ -1,4 +1,4 @@
-"""From SamplingParams to TokenRules: words become tokens, ids are checked against the vocabulary."""
+"""From SamplingParams to what scheduling reads: words become tokens, ids are checked against the vocabulary."""
 
 from __future__ import annotations
 
@@ -7,10 +7,38 @@ from collections.abc import Iterable
 import numpy as np
 
 from lamella.engine.sampling_params import SamplingParams
+from lamella.engine.scheduling.prompt_scores import PromptScores
 from lamella.engine.scheduling.token_rules import TokenRules, TokenSequences
 from lamella.errors import RequestError
 from lamella.model_executor.step_plan import TokenBiases
 from lamella.model_executor.text.tokenizer import Tokenizer
+
+
+class RuleMaker:
+    """Makes the rules of requests to one model. Often one SamplingParams is the parameters of many prompts, so the last
+    rules that were made are kept."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_token_ids = tuple(end_token_ids)
+        self._last: tuple[SamplingParams, TokenRules | None] | None = None
+
+    def make(self, params: SamplingParams) -> TokenRules | None:
+        """See make_token_rules."""
+        last = self._last
+        if last is None or last[0] is not params:
+            rules = make_token_rules(params, self._tokenizer, self._vocab_size, self._end_token_ids)
+            last = self._last = params, rules
+        return last[1]
+
+
+def make_prompt_scores(params: SamplingParams, num_prompt_tokens: int, vocab_size: int) -> PromptScores | None:
+    """None where the parameters ask for no log-probabilities of the prompt."""
+    if params.prompt_logprobs is None:
+        return None
+    num_logprobs = vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs
+    return PromptScores(num_logprobs, max(params.prompt_logprob_start, 1), num_prompt_tokens)
 
 
 def make_token_rules(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -150,6 +151,43 @@ def test_stop_strings(make_tokenizer, stops: list[str], found: str | None, text:
     assert final == text + (found if include and found else "")
     assert "".join(deltas) == final
     assert (final, stop, num_taken) == oracle(tokenizer, token_ids, stops, include=include)
+
+
+class Pieces:
+    """Each token is a piece of text as it stands."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(self.pieces[one] for one in ids)
+
+    def decode_stream(self, skip_special_tokens):
+        return SimpleNamespace(step=self.pieces.__getitem__, num_tentative=0, num_taken_back=0)
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_a_stop_string_is_found_however_tokens_split_it(include: bool, kind: RequestOutputKind) -> None:
+    """In every way to cut the text into tokens, also such that begin before the string or go on after it."""
+    text, stop = "asSTOPx", "STOP"
+    end = text.index(stop) + len(stop)
+    expected = text[:end] if include else text[: text.index(stop)]
+    for cuts in itertools.product([False, True], repeat=len(text) - 1):
+        ends = [place + 1 for place, is_cut in enumerate(cuts) if is_cut] + [len(text)]
+        pieces = [text[first:last] for first, last in zip([0, *ends], ends, strict=False)]
+        params = SamplingParams(stop=[stop], include_stop_str_in_output=include, output_kind=kind)
+        detokenizer = IncrementalDetokenizer(Pieces(pieces), params)
+        deltas, found = [], None
+        for token_id in range(len(pieces)):
+            found = detokenizer.append(token_id)
+            if found is not None:
+                break
+            deltas.append(detokenizer.take_delta())
+        detokenizer.finish()
+        deltas.append(detokenizer.take_delta())
+        assert (found, ends[token_id]) == (stop, next(one for one in ends if one >= end))
+        assert detokenizer.text == "".join(deltas) == expected
 
 
 @settings(max_examples=200, deadline=None)
