@@ -1,5 +1,6 @@
 """Sampling parameters, where vLLM has them."""
 
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
+from lamella.engine.structured.params import StructuredOutputsParams
 
-__all__ = ["RequestOutputKind", "SamplingParams"]
+__all__ = ["RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]

@@ -24,6 +24,9 @@ from lamella.engine.prompts import ParsedPrompt, parse_prompt
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduling.request import Request
 from lamella.engine.scheduling.request_rows import RunningTokens, require_fitting
+from lamella.engine.structured.compiler import GrammarCompiler
+from lamella.engine.structured.config import StructuredOutputsConfig
+from lamella.engine.structured.params import StructuredOutputsParams
 from lamella.engine.turns import Turns, in_turn
 from lamella.engine.vllm_keywords import refuse_foreign
 from lamella.engine.vllm_request_arguments import (
@@ -97,6 +100,12 @@ class Engine:
         self.config = dataclasses.replace(self.config, max_model_len=self._loaded.pool.max_model_len)
         self.max_model_len = self._loaded.pool.max_model_len
         self._outputs = OutputProcessor(self._loaded.tokenizer)
+        self._grammars = GrammarCompiler(
+            self._loaded.tokenizer,
+            self._loaded.model_config.vocab_size,
+            self._loaded.model_config.eos_token_ids,
+            StructuredOutputsConfig.of(self.config.structured_outputs_config),
+        )
         self._num_arrived = 0
         # Steps in flight, oldest first. Between calls of `step` there is one at most.
         self._launched: deque[LaunchedStep] = deque()
@@ -148,7 +157,8 @@ class Engine:
                 f"min_tokens={params.min_tokens}: a prompt of {len(parsed.token_ids)} tokens leaves room for {room} "
                 f"within max_model_len={self.max_model_len}"
             )
-        return parsed
+        form = StructuredOutputsParams.of(params.structured_outputs)
+        return parsed if form is None else dataclasses.replace(parsed, new_grammar=self._grammars.compile(form))
 
     @in_turn
     def add_parsed(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams) -> None:
@@ -175,6 +185,7 @@ class Engine:
                 stop_token_ids=frozenset(params.stop_token_ids or ()),
                 arrival_time=now,
                 salt=prompt.cache_salt,
+                grammar=None if prompt.new_grammar is None else prompt.new_grammar(),
             )
             for index in range(params.n)
         ]

@@ -22,7 +22,6 @@ SAMPLING_ARGUMENTS: dict[str, Absent] = {
         logit_bias=(),
         allowed_token_ids=(),
         bad_words=(),
-        structured_outputs=(),
         guided_decoding=(),
         logits_processors=(),
         thinking_token_budget=(),
