@@ -16,14 +16,18 @@ from lamella.argument_checks import shown
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine_inspection import EngineInspection
 from lamella.engine.held_interrupts import HeldInterrupts
+from lamella.engine.logits_processors import logits_functions
 from lamella.engine.model_opening import ServedConfig
 from lamella.engine.model_setup import LoadedEngine, load_engine
 from lamella.engine.output_processor import OutputProcessor
 from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, parse_prompt
+from lamella.engine.request_rules import make_token_rules
 from lamella.engine.sampling_params import SamplingParams
+from lamella.engine.scheduling.prompt_scores import PromptScores
 from lamella.engine.scheduling.request import Request
 from lamella.engine.scheduling.request_rows import RunningTokens, require_fitting
+from lamella.engine.scheduling.token_rules import TokenRules
 from lamella.engine.structured.compiler import GrammarCompiler
 from lamella.engine.structured.config import StructuredOutputsConfig
 from lamella.engine.structured.params import StructuredOutputsParams
@@ -107,6 +111,7 @@ class Engine:
             StructuredOutputsConfig.of(self.config.structured_outputs_config),
         )
         self._num_arrived = 0
+        self._last_rules: tuple[SamplingParams, TokenRules | None] | None = None
         # Steps in flight, oldest first. Between calls of `step` there is one at most.
         self._launched: deque[LaunchedStep] = deque()
         self._books = _Books.SETTLED
@@ -145,11 +150,11 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {type(params).__name__}: must be a SamplingParams")
         vocab_size = loaded.model_config.vocab_size
-        for token_id in params.stop_token_ids or ():
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(f"stop_token_ids has {token_id}: must lie in [0, {vocab_size - 1}], the vocabulary")
-        if params.logprobs is not None and params.logprobs > vocab_size:
-            raise RequestError(f"logprobs={params.logprobs}: the vocabulary has only {vocab_size} tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            num_top = getattr(params, name)
+            if num_top is not None and num_top > vocab_size:
+                raise RequestError(f"{name}={num_top}: the vocabulary has only {vocab_size} tokens; -1 is all of them")
+        rules = self._rules_of(params, loaded)
         parsed = parse_prompt(prompt, loaded.tokenizer, vocab_size=vocab_size, max_model_len=self.max_model_len)
         room = self.max_model_len - len(parsed.token_ids)
         if params.min_tokens > room:
@@ -157,18 +162,35 @@ class Engine:
                 f"min_tokens={params.min_tokens}: a prompt of {len(parsed.token_ids)} tokens leaves room for {room} "
                 f"within max_model_len={self.max_model_len}"
             )
+        if params.prompt_logprob_start >= len(parsed.token_ids):
+            raise RequestError(
+                f"prompt_logprob_start={params.prompt_logprob_start}: the prompt has only {len(parsed.token_ids)} "
+                f"tokens; give at most {len(parsed.token_ids) - 1}"
+            )
         form = StructuredOutputsParams.of(params.structured_outputs)
-        return parsed if form is None else dataclasses.replace(parsed, new_grammar=self._grammars.compile(form))
+        new_grammar = None if form is None else self._grammars.compile(form)
+        return dataclasses.replace(parsed, rules=rules, new_grammar=new_grammar)
+
+    def _rules_of(self, params: SamplingParams, loaded: LoadedEngine) -> TokenRules | None:
+        """Often one value is the parameters of many prompts."""
+        last = self._last_rules
+        if last is None or last[0] is not params:
+            ids, config = loaded.model_config.eos_token_ids, loaded.model_config
+            last = self._last_rules = params, make_token_rules(params, loaded.tokenizer, config.vocab_size, ids)
+        return last[1]
 
     @in_turn
     def add_parsed(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams) -> None:
         """Queue what `parse` returned. Whatever is raised, all n samples are queued, or none."""
         loaded = self._require_settled()
+        vocab_size = loaded.model_config.vocab_size
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r}: must be a string")
         if request_id in self._outputs:
             raise RequestError(f"request_id={request_id!r} is in use: wait for it to finish or choose another")
         num_prompt_tokens = len(prompt.token_ids)
+        if params.logprobs == -1:
+            params = dataclasses.replace(params, logprobs=vocab_size)
         max_tokens = self.max_model_len if params.max_tokens is None else params.max_tokens
         seed = params.seed if params.seed is not None else self._draw_seed()
         now = time.monotonic()
@@ -186,6 +208,10 @@ class Engine:
                 arrival_time=now,
                 salt=prompt.cache_salt,
                 grammar=None if prompt.new_grammar is None else prompt.new_grammar(),
+                rules=prompt.rules,
+                logits_functions=logits_functions(params.logits_processors),
+                # The samples' prompts are one: what is found of it is reported once.
+                prompt_scores=_prompt_scores(params, num_prompt_tokens, vocab_size) if index == 0 else None,
             )
             for index in range(params.n)
         ]
@@ -465,3 +491,10 @@ class Engine:
     def _draw_seed(self) -> int:
         """A seed for a request that gives none: depends on the engine's seed and the order of arrival."""
         return (self.config.seed * 0x9E3779B97F4A7C15 + self._num_arrived * 0xD1B54A32D192ED03 + 1) % 2**64
+
+
+def _prompt_scores(params: SamplingParams, num_prompt_tokens: int, vocab_size: int) -> PromptScores | None:
+    if params.prompt_logprobs is None:
+        return None
+    num_logprobs = vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs
+    return PromptScores(num_logprobs, max(params.prompt_logprob_start, 1), num_prompt_tokens)

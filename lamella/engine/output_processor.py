@@ -65,6 +65,7 @@ class Conversation:
     params: SamplingParams
     stops: StopStrings | None  # those of `params`, prepared
     samples: list[_Sample]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # once they are complete
 
     @property
     def request_id(self) -> str:
@@ -283,6 +284,7 @@ class OutputProcessor:
 
     def _output(self, conversation: Conversation, *, final: bool) -> RequestOutput:
         first = conversation.samples[0].request
+        prompt_logprobs = self._prompt_logprobs(conversation)
         return RequestOutput(
             request_id=first.request_id,
             prompt=conversation.prompt,
@@ -297,7 +299,25 @@ class OutputProcessor:
                 num_preemptions=sum(sample.request.num_preemptions for sample in conversation.samples),
             ),
             num_cached_tokens=first.num_cached_tokens or 0,
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _prompt_logprobs(self, conversation: Conversation) -> list[dict[int, Logprob] | None] | None:
+        """To be called before the samples' tokens are reported. Only the first sample's prompt is scored."""
+        first = conversation.samples[0]
+        scores = first.request.prompt_scores
+        if scores is None or not scores.is_complete:
+            return None
+        if conversation.params.output_kind is RequestOutputKind.DELTA and (first.num_reported or not first.token_ids):
+            return None
+        if conversation.prompt_logprobs is None:
+            conversation.prompt_logprobs = [
+                self._logprobs(scores.found[position], conversation.params.detokenize)
+                if position in scores.found
+                else None
+                for position in range(scores.num_prompt_tokens)
+            ]
+        return conversation.prompt_logprobs
 
     def _completion(self, conversation: Conversation, sample: _Sample) -> CompletionOutput:
         request, params = sample.request, conversation.params
@@ -309,7 +329,7 @@ class OutputProcessor:
             text = detokenizer.take_delta()
         if params.logprobs is not None:
             for entry in request.output_logprobs[len(sample.logprobs) :]:
-                sample.logprobs.append(self._logprobs(entry))
+                sample.logprobs.append(self._logprobs(entry, params.detokenize))
                 sample.cumulative_logprob += entry.logprob
         return CompletionOutput(
             index=request.sample_index,
@@ -321,14 +341,14 @@ class OutputProcessor:
             stop_reason=request.stop_reason,
         )
 
-    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The sampled token first, then the most likely ones."""
+    def _logprobs(self, entry: TokenLogprobs, has_text: bool) -> dict[int, Logprob]:
+        """The token itself first, then the most likely ones."""
         ranked = {entry.token_id: (entry.logprob, entry.rank)}
         for rank, (token_id, logprob) in enumerate(
             zip(entry.top_ids.tolist(), entry.top_logprobs.tolist(), strict=True)
         ):
             ranked.setdefault(token_id, (logprob, rank + 1))
         return {
-            token_id: Logprob(logprob=logprob, rank=rank, decoded_token=self._tokenizer.decode([token_id], False))
+            token_id: Logprob(logprob, rank, self._tokenizer.decode([token_id], False) if has_text else None)
             for token_id, (logprob, rank) in ranked.items()
         }

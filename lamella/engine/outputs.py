@@ -42,8 +42,8 @@ class CompletionOutput:
     cumulative_logprob: sum of the sampled tokens' log-probabilities so far, None unless asked for.
     logprobs: per token, the asked-for top tokens and the sampled one by token id, None unless asked for.
     finish_reason: None while running; "stop" (an end token, a stop token id or a stop string),
-        "length" (max_tokens or max_model_len), "abort", "error" (the model gave no logits that a token could
-        be chosen from; other requests go on).
+        "length" (max_tokens or max_model_len), "abort", "error" (there were no logits that a token could
+        be chosen from, or a logits processor failed; other requests go on).
     stop_reason: what stopped it: the token id of stop_token_ids, the string of stop, what went wrong; None
         for an end token and for every other finish_reason.
     """
@@ -75,6 +75,9 @@ class RequestOutput:
     prompt: the text if text was given, else None. outputs: one per sample, in order of index.
     finished: every sample has finished. metrics: None unless the engine keeps statistics.
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+    prompt_logprobs: per token of the prompt, the asked-for top tokens and the token itself by token id, None for the
+        first token and those before prompt_logprob_start; with RequestOutputKind.DELTA in the first output alone. None
+        unless asked for.
     """
 
     request_id: str
@@ -85,8 +88,8 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
-    prompt_logprobs: ClassVar[None] = None
     prompt_token_id_logprobs: ClassVar[None] = None
     lora_request: ClassVar[None] = None
     encoder_prompt: ClassVar[None] = None

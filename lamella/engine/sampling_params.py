@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from lamella.argument_checks import MOST_SEED, MOST_TOKENS, RealRange, WholeRange, shown, truth_value
+from lamella.engine import sampling_values
+from lamella.engine.logits_processors import LogitsProcessor, checked_processors
 from lamella.engine.structured.params import StructuredOutputsParams
 from lamella.engine.vllm_keywords import takes_vllm_keywords
 from lamella.engine.vllm_request_arguments import SAMPLING_ARGUMENTS
@@ -22,9 +24,8 @@ LOWEST_SAMPLING_TEMPERATURE = 0.01
 # vLLM's limit: each sample is a request of its own, whose memory is taken when it is added.
 MOST_SAMPLES = 16_384
 _PENALTY = RealRange(-2.0, 2.0, "-2 to 2 (0 is off)")
-TOKEN_ID = WholeRange(0, MOST_TOKENS, f"ids of the vocabulary, none negative or above {MOST_TOKENS}")
 
-_MAY_BE_NONE = ("seed", "max_tokens", "logprobs")
+_MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 WHOLE_NUMBERS = {
     "n": WholeRange(1, MOST_SAMPLES, f"at least 1 and at most {MOST_SAMPLES} samples"),
     "top_k": WholeRange(-1, MOST_TOKENS, f"at least 1 and at most {MOST_TOKENS}, or 0 or -1 to switch it off"),
@@ -34,8 +35,15 @@ WHOLE_NUMBERS = {
     ),
     "min_tokens": WholeRange(0, MOST_TOKENS, f"0 (off) or more, at most {MOST_TOKENS}"),
     "logprobs": WholeRange(
-        0, MOST_TOKENS, "None for none, or how many top tokens to report (0 up to the size of the vocabulary)"
+        -1, MOST_TOKENS, "None for none, or how many top tokens to report (0 up; -1 for the whole vocabulary)"
     ),
+    "prompt_logprobs": WholeRange(
+        -1,
+        MOST_TOKENS,
+        "None for none, or how many top tokens to report for each of the prompt's (0 up; -1 for the whole vocabulary)",
+    ),
+    "prompt_logprob_start": WholeRange(0, MOST_TOKENS, f"a position in the prompt, from 0, at most {MOST_TOKENS}"),
+    "no_repeat_ngram_size": WholeRange(0, MOST_TOKENS, f"0 (off) or more, at most {MOST_TOKENS}"),
 }
 REAL_NUMBERS = {
     "temperature": RealRange(0.0, 2.0, "0 (greedy) to 2"),
@@ -89,8 +97,28 @@ class SamplingParams:
     max_tokens: most tokens to generate, 1 up; None: as long as the engine allows.
     min_tokens: fewest tokens to generate. Before so many exist, end tokens and stop token ids are not sampled, and stop
         strings not heeded.
-    logprobs: how many of the most likely tokens to report with their log-probabilities, besides the sampled one; None:
-        no log-probabilities.
+    logprobs: how many of the most likely tokens to report with their log-probabilities, besides the sampled one; -1:
+        the whole vocabulary; None: no log-probabilities. They are those of the model's own logits, before anything here
+        changes them.
+    prompt_logprobs: the same for each token of the prompt, given what comes before it. The prompt's first token has
+        none. Positions whose log-probabilities are wanted are computed anew even where the prefix cache has them.
+    prompt_logprob_start: the first position of the prompt to report of; those before may come from the cache.
+    logit_bias: token id -> what is added to its logit. Stored as a tuple of pairs.
+    allowed_token_ids: the only tokens that may be generated; None: all.
+    bad_words: text that must not come about: of the tokens of each, with and without a space before it, the last is
+        not generated where the output ends with the others. Stored as a tuple.
+    bad_words_ids: the same for sequences of token ids, which count from the prompt on. transformers' name, and result.
+    no_repeat_ngram_size: no sequence of so many tokens comes twice in prompt and output; 0 is off. transformers' name,
+        and result.
+    suppress_tokens: token ids that are never generated; begin_suppress_tokens: not as the first of the output.
+    logits_processors: functions of (output_token_ids, logits) or (prompt_token_ids, output_token_ids, logits): two
+        tuples, and float32 [vocab], which they may overwrite. Each returns the logits for the next. A class (or
+        functools.partial of one) is made for each sample, and so may have state, which stays when a sample is
+        preempted; after a step that failed, and before tokens that are only guessed, it may be called for one position
+        again. One that raises, or returns anything else, ends its request with finish_reason "error".
+        These parameters change logits in this order: what may not come (allowed_token_ids, bad_words, min_tokens and
+        the others) gets -inf; logit_bias is added; logits_processors, which cannot bring back what may not come;
+        penalties. They hold for greedy requests too.
     detokenize: turn tokens into text. False leaves every text empty.
     skip_special_tokens: leave special tokens out of the text.
     include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
@@ -114,6 +142,16 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprob_start: int = 0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    no_repeat_ngram_size: int = 0
+    suppress_tokens: Sequence[int] = ()
+    begin_suppress_tokens: Sequence[int] = ()
+    logits_processors: Sequence[LogitsProcessor] = ()
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -142,6 +180,19 @@ class SamplingParams:
         """Whether the logits of tokens depend on how often they occurred."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
+    @property
+    def has_token_rules(self) -> bool:
+        """Whether anything beside penalties, min_tokens and logits_processors changes logits."""
+        return bool(
+            self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words
+            or self.bad_words_ids
+            or self.no_repeat_ngram_size
+            or self.suppress_tokens
+            or self.begin_suppress_tokens
+        )
+
     def clone(self) -> SamplingParams:
         """An equal value of its own. `dataclasses.replace(params, max_tokens=5)` is one with a change."""
         return dataclasses.replace(self)
@@ -166,9 +217,16 @@ class SamplingParams:
                 "RequestOutputKind.DELTA or RequestOutputKind.FINAL_ONLY"
             )
         self._set(
-            stop=_stop_strings(self.stop),
-            stop_token_ids=_stop_token_ids(self.stop_token_ids),
+            stop=sampling_values.stop_strings(self.stop),
+            stop_token_ids=sampling_values.token_ids("stop_token_ids", self.stop_token_ids),
+            logit_bias=sampling_values.logit_bias(self.logit_bias),
+            allowed_token_ids=sampling_values.allowed_token_ids(self.allowed_token_ids),
+            bad_words=sampling_values.bad_words(self.bad_words),
+            bad_words_ids=sampling_values.token_sequences("bad_words_ids", self.bad_words_ids),
+            suppress_tokens=sampling_values.token_ids("suppress_tokens", self.suppress_tokens),
+            begin_suppress_tokens=sampling_values.token_ids("begin_suppress_tokens", self.begin_suppress_tokens),
             structured_outputs=StructuredOutputsParams.of(self.structured_outputs),
+            logits_processors=checked_processors(self.logits_processors),
             top_k=max(self.top_k, 0),
             seed=None if self.seed == -1 else self.seed,
         )
@@ -188,34 +246,13 @@ class SamplingParams:
                 f"n={self.n} with temperature={self.temperature:g} would give {self.n} equal greedy samples; give n=1 "
                 "or a temperature of 0.01 or more"
             )
+        if self.prompt_logprob_start and self.prompt_logprobs is None:
+            raise RequestError(
+                f"prompt_logprob_start={self.prompt_logprob_start} says where prompt_logprobs begin, which are not "
+                "asked for; set prompt_logprobs, or leave it at 0"
+            )
         if self.stop and not self.detokenize:
             raise RequestError(
                 f"stop={shown(list(self.stop))} is searched in the text, which detokenize=False never makes; set "
                 "detokenize=True or use stop_token_ids"
             )
-
-
-def _stop_strings(given: Any) -> tuple[str, ...]:
-    if given is None:
-        return ()
-    if isinstance(given, str):
-        given = (given,)
-    if isinstance(given, bytes) or not isinstance(given, Iterable):
-        raise RequestError(f"stop={shown(given)} is a {type(given).__name__}; give a string or a list of strings")
-    strings = tuple(given)
-    for string in strings:
-        if not isinstance(string, str):
-            raise RequestError(f"stop={shown(list(strings))} holds a {type(string).__name__}; give strings only")
-        if not string:
-            raise RequestError(
-                f"stop={shown(list(strings))} holds an empty string, which would match at once; leave it out"
-            )
-    return tuple(dict.fromkeys(strings))
-
-
-def _stop_token_ids(given: Any) -> tuple[int, ...]:
-    if given is None:
-        return ()
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
-        raise RequestError(f"stop_token_ids={shown(given)} is a {type(given).__name__}; give a list of token ids")
-    return tuple(dict.fromkeys(TOKEN_ID.check("stop_token_ids", token_id, RequestError) for token_id in given))

@@ -9,21 +9,14 @@ from lamella.engine.vllm_keywords import ANY, Absent, absent
 
 SAMPLING_ARGUMENTS: dict[str, Absent] = {
     **absent(
-        "of the prompt's tokens no log-probabilities are kept: logprobs reports those of the output",
-        prompt_logprobs=(),
+        "logprobs and prompt_logprobs report the most likely tokens, or with -1 all, as one dict a token",
+        logprob_token_ids=(),
         prompt_logprob_token_ids=(),
-        prompt_logprob_start=(0,),
+        flat_logprobs=(False,),
     ),
+    **absent("structured_outputs says what form the output has", guided_decoding=()),
     **absent(
-        "logprobs reports the most likely tokens, as one dict a token", logprob_token_ids=(), flat_logprobs=(False,)
-    ),
-    **absent(
-        "what may be sampled is bounded by top_k, top_p, min_p and the penalties only",
-        logit_bias=(),
-        allowed_token_ids=(),
-        bad_words=(),
-        guided_decoding=(),
-        logits_processors=(),
+        "what may be sampled is bounded by allowed_token_ids, bad_words, no_repeat_ngram_size and logits_processors",
         thinking_token_budget=(),
         repetition_detection=(),
         trace_decode_token_ids=(),
@@ -62,7 +55,7 @@ GENERATE_ARGUMENTS: dict[str, Absent] = {
     **_TOKENIZATION,
     **absent(_NO_MEDIA, mm_processor_kwargs=()),
     **absent('give token ids as prompts: [1, 2, 3] or {"prompt_token_ids": [1, 2, 3]}', prompt_token_ids=()),
-    **absent("output follows no grammar", guided_options_request=()),
+    **absent("SamplingParams.structured_outputs says what form the output has", guided_options_request=()),
 }
 CHAT_ARGUMENTS: dict[str, Absent] = {
     **GENERATE_ARGUMENTS,

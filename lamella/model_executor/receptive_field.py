@@ -1,4 +1,5 @@
-"""Which of a step's tokens each layer computes: those that a sampled token, or KV that stays, depends on.
+"""Which of a step's tokens each layer computes: those that a sampled or scored token, or KV that stays,
+depends on.
 
 Go down from the last layer. A layer's output is wanted for the tokens that the layer above takes in. The layer itself
 must take in those tokens, for their queries, and two kinds of tokens for K and V: those whose page outlives the step,
@@ -32,7 +33,7 @@ class ReceptiveField:
         A layer that is not in the result takes in all tokens. If a layer is in it, so are all layers above.
         """
         needed = np.zeros(len(plan.token_ids), dtype=bool)
-        needed[plan.sampled_tokens] = True
+        needed[plan.output_tokens] = True
         request_start = np.repeat(plan.query_start[:-1], np.diff(plan.query_start))
         seen_of: dict[int, np.ndarray] = {}  # layer that owns KV -> which tokens' KV is read, bool [T]
         tokens = {}

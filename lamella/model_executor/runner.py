@@ -29,13 +29,16 @@ from lamella.model_executor.sampling.sampler import Sampler
 from lamella.model_executor.sampling.sampler_choice import choose_sampler
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
 from lamella.model_executor.step_buffers import StepInputs, StepUpload, host_inputs, send_step
-from lamella.model_executor.step_plan import StepPlan, StepResult
+from lamella.model_executor.step_plan import ScoredTokens, StepPlan, StepResult, TokenLogprobs
 from lamella.model_executor.weights.kv_scales import KVScales
 
 if TYPE_CHECKING:
     from lamella.model_executor.sampling.device.device_sampler import DeviceSampler
 
 ALL_TOKENS: Mapping[int, np.ndarray] = MappingProxyType({})  # every layer takes in all tokens
+
+# So many logits rows are written at a time to score a prompt: all of a long prompt's would take gigabytes.
+_SCORED_ROWS = 64
 
 
 class RunnableModel(Protocol):
@@ -178,11 +181,17 @@ class ModelRunner:
         return launched
 
     def _sample(self, hidden: torch.Tensor, plan: StepPlan) -> LaunchedStep:
+        if plan.scored is not None:
+            return self._score_and_sample(hidden, plan, plan.scored)
         num_samples = plan.num_samples
         if not num_samples:
             return self._finished(StepResult(token_ids=np.zeros(0, dtype=np.int64), logprobs={}))
         if len(hidden) > num_samples:  # the model gave the states of all tokens
             hidden = hidden[to_device(plan.sampled_tokens, hidden.device)]
+        return self._sample_from(hidden, plan)
+
+    def _sample_from(self, hidden: torch.Tensor, plan: StepPlan) -> LaunchedStep:
+        """hidden: [S, width], of the tokens behind which one is sampled."""
         scores = self.model.logits(hidden)
         if not isinstance(scores, torch.Tensor):
             return self._finished(sample_from_head(Sampler(), scores, plan.sampling))
@@ -190,6 +199,27 @@ class ModelRunner:
         if isinstance(sampled, StepResult):
             return self._finished(sampled)
         return LaunchedStep(sampled.token_ids, sampled.result)
+
+    def _score_and_sample(self, hidden: torch.Tensor, plan: StepPlan, scored: ScoredTokens) -> LaunchedStep:
+        """hidden: of all tokens, or of the plan's output tokens."""
+        outputs = plan.output_tokens
+        if len(hidden) > len(outputs):
+            hidden = hidden[to_device(outputs, hidden.device)]
+        found: list[TokenLogprobs] = []
+        for start in range(0, len(scored.tokens), _SCORED_ROWS):
+            part = slice(start, start + _SCORED_ROWS)
+            places = np.searchsorted(outputs, scored.tokens[part])
+            scores = self.model.logits(hidden[to_device(places, hidden.device)])
+            if isinstance(scores, torch.Tensor):
+                found += self.sampler.score(scores, scored.target_ids[part], scored.num_logprobs[part])
+            else:
+                logits = scores.logits(torch.arange(len(places)))
+                found += Sampler().score(logits, scored.target_ids[part], scored.num_logprobs[part])
+        if not plan.num_samples:
+            return self._finished(StepResult(token_ids=np.zeros(0, dtype=np.int64), logprobs={}, scored=found))
+        places = np.searchsorted(outputs, plan.sampled_tokens)
+        launched = self._sample_from(hidden[to_device(places, hidden.device)], plan)
+        return LaunchedStep(launched.token_ids, lambda: replace(launched.result(), scored=found))
 
     def _finished(self, result: StepResult) -> LaunchedStep:
         return LaunchedStep(to_device(result.token_ids, self.device), lambda: result)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -117,6 +117,21 @@ class SamplingBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Tokens that are known, of which a step is to say how likely they were: log-probabilities of prompts.
+
+    Behind each of `tokens` comes the token `target_ids`, and its log-probability is wanted, with those of the
+    num_logprobs most likely ones. rows, positions: whose token it is, and where; the planner's alone.
+    """
+
+    tokens: np.ndarray  # int64 [K], which of the T tokens, ascending within each request
+    rows: np.ndarray  # int64 [K]
+    positions: np.ndarray  # int64 [K], of the target
+    target_ids: np.ndarray  # int64 [K]
+    num_logprobs: np.ndarray  # int64 [K], 0 or more
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """A ragged batch: R requests, T new tokens, S tokens to sample.
 
@@ -144,6 +159,7 @@ class StepPlan:
     token_sources: np.ndarray | None = None
     # bool [R]: whose texts take the rotary embedding of long ones, where a model has two. None: none do.
     is_long_text: np.ndarray | None = None
+    scored: ScoredTokens | None = None
     # None: no block manager made the plan. Request i's tables are row i's, and nothing is known of what was there.
     tables: TableVersions | None = None
 
@@ -179,10 +195,17 @@ class StepPlan:
         tokens: np.ndarray = self.query_start[1:][requests] - num_left
         return tokens
 
+    @property
+    def output_tokens(self) -> np.ndarray:
+        """int64, ascending: which of the T tokens' logits are needed, to sample or to score."""
+        if self.scored is None:
+            return self.sampled_tokens
+        return np.union1d(self.sampled_tokens, self.scored.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one sampled token: its own and the `k` most likely ids with theirs."""
+    """Log-probabilities of one token, sampled or given: its own and the `k` most likely ids with theirs."""
 
     token_id: int
     logprob: float
@@ -196,17 +219,20 @@ class StepResult:
     """The S sampled tokens, a row each, in the order of StepPlan.sampled_tokens.
 
     unusable: row of the S -> why no token could be chosen; its token_ids entry is some id of the vocabulary.
+    scored: of each of the plan's ScoredTokens.
     """
 
     token_ids: np.ndarray  # int64 [S]
     logprobs: dict[int, TokenLogprobs]  # row of the S -> its log-probabilities, where asked for
     unusable: dict[int, str] = field(default_factory=dict)
+    scored: Sequence[TokenLogprobs] = ()
 
     def part(self, rows: np.ndarray) -> StepResult:
-        """The result of these of the S rows alone (int64, none twice), in this order."""
+        """The result of these of the S rows alone (int64, none twice), in this order, with all that is scored."""
         places = {row: place for place, row in enumerate(rows.tolist())}
         return StepResult(
             token_ids=self.token_ids[rows],
             logprobs={places[row]: found for row, found in self.logprobs.items() if row in places},
             unusable={places[row]: problem for row, problem in self.unusable.items() if row in places},
+            scored=self.scored,
         )

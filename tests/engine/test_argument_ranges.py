@@ -19,7 +19,18 @@ UNWRITABLE = pytest.param(10**5000, id="unwritable")  # nor does Python write it
 UNWRITABLE_BELOW = pytest.param(-(10**5000), id="unwritable-below")
 ARGUMENTS = {"max_model_len": 128, "kv_cache_memory_bytes": 2**22, "max_num_seqs": 4, "check_invariants": True}
 
-WHOLE_SAMPLING = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs")
+WHOLE_SAMPLING = (
+    "n",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "prompt_logprob_start",
+    "no_repeat_ngram_size",
+)
+ID_LISTS = ("stop_token_ids", "allowed_token_ids", "suppress_tokens", "begin_suppress_tokens")
 REAL_SAMPLING = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 WHOLE_ENGINE = (
     "seed",
@@ -50,7 +61,7 @@ def llm(folder):
 def test_these_are_all_the_numbers_there_are():
     """A new number must be added to a list above, and so gets a range."""
     of_sampling = {f.name for f in dataclasses.fields(SamplingParams) if "int" in f.type or "float" in f.type}
-    assert of_sampling == {*WHOLE_SAMPLING, *REAL_SAMPLING, "stop_token_ids"}
+    assert of_sampling == {*WHOLE_SAMPLING, *REAL_SAMPLING, *ID_LISTS, "bad_words_ids", "logit_bias"}
     of_engine = {f.name for f in dataclasses.fields(EngineConfig) if "int" in f.type or "float" in f.type}
     assert of_engine == {*WHOLE_ENGINE, *FRACTIONS, "swa_full_tokens_ratio"}
 
@@ -63,7 +74,9 @@ def test_whole_sampling_numbers_are_bounded(name, value):
     assert len(str(refusal.value)) < 300
 
 
-@pytest.mark.parametrize("name", ["top_k", "max_tokens", "min_tokens", "logprobs"])
+@pytest.mark.parametrize(
+    "name", ["top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "no_repeat_ngram_size"]
+)
 def test_counts_fit_32_bits(name):
     arguments = {"max_tokens": None} if name == "min_tokens" else {}
     assert getattr(SamplingParams(**{name: 2**31 - 1, **arguments}), name) == 2**31 - 1
@@ -85,9 +98,16 @@ def test_real_sampling_numbers_are_bounded(name, value):
 
 
 @pytest.mark.parametrize("value", [2**31, 2**63, -1, HUGE, UNWRITABLE])
-def test_stop_token_ids_are_bounded(value):
-    with pytest.raises(RequestError, match=r"^stop_token_ids=.* out of range; give ids"):
-        SamplingParams(stop_token_ids=[1, value])
+@pytest.mark.parametrize("name", [*ID_LISTS, "bad_words_ids"])
+def test_token_ids_are_bounded(name, value):
+    with pytest.raises(RequestError, match=rf"^{name}=.* out of range; give ids"):
+        SamplingParams(**{name: [[1, value]] if name == "bad_words_ids" else [1, value]})
+
+
+@pytest.mark.parametrize("value", [HUGE, HUGE_BELOW, UNWRITABLE, float("nan"), float("inf"), -float("inf"), 1e300])
+def test_biases_are_bounded(value):
+    with pytest.raises(RequestError, match=r"^logit_bias\[3\]=.* out of range; give a number to add"):
+        SamplingParams(logit_bias={1: 1.0, 3: value})
 
 
 @pytest.mark.parametrize(

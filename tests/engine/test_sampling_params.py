@@ -29,6 +29,16 @@ def test_defaults_are_those_of_vllm() -> None:
         "max_tokens": 16,
         "min_tokens": 0,
         "logprobs": None,
+        "prompt_logprobs": None,
+        "prompt_logprob_start": 0,
+        "logit_bias": (),
+        "allowed_token_ids": None,
+        "bad_words": (),
+        "bad_words_ids": (),
+        "no_repeat_ngram_size": 0,
+        "suppress_tokens": (),
+        "begin_suppress_tokens": (),
+        "logits_processors": (),
         "detokenize": True,
         "skip_special_tokens": True,
         "include_stop_str_in_output": False,
@@ -59,6 +69,24 @@ def test_stop_takes_one_form() -> None:
     assert SamplingParams(stop_token_ids=[5, 3, 5, 3, 1]).stop_token_ids == (5, 3, 1)
     ids = SamplingParams(stop_token_ids=np.array([7, 7, 2])).stop_token_ids
     assert [(token_id, type(token_id)) for token_id in ids] == [(7, int), (2, int)]
+
+
+def test_collections_take_one_form() -> None:
+    params = SamplingParams(
+        logit_bias={"7": 1, 3: np.float32(-2.5)},
+        allowed_token_ids=np.array([5, 5, 2]),
+        bad_words="no",
+        bad_words_ids=[[1, 2], (3,), [1, 2]],
+        suppress_tokens={4},
+    )
+    assert params.logit_bias == ((7, 1.0), (3, -2.5))
+    assert params.allowed_token_ids == (5, 2)
+    assert (params.bad_words, params.bad_words_ids, params.suppress_tokens) == (("no",), ((1, 2), (3,)), (4,))
+    assert dataclasses.replace(params, max_tokens=3) == dataclasses.replace(params.clone(), max_tokens=3)
+    assert {params, params.clone()} == {params}
+    assert params.has_token_rules
+    assert not SamplingParams(repetition_penalty=2.0, min_tokens=3, logprobs=-1).has_token_rules
+    assert SamplingParams(logit_bias=None, allowed_token_ids=None, bad_words=None) == SamplingParams()
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-6, 9.9e-6])
@@ -150,7 +178,27 @@ def test_numpy_scalars_become_python_values() -> None:
         ({"min_tokens": -1}, "min_tokens=-1", "0 .off. or more"),
         ({"min_tokens": None}, "min_tokens=None", "integer"),
         ({"min_tokens": 17}, "min_tokens=17", "max_tokens"),
-        ({"logprobs": -1}, "logprobs=-1", "0 up"),
+        ({"logprobs": -2}, "logprobs=-2", "-1 for the whole vocabulary"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs=-2", "-1 for the whole vocabulary"),
+        ({"prompt_logprob_start": 4}, "prompt_logprob_start=4", "set prompt_logprobs"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1", "0 .off. or more"),
+        ({"no_repeat_ngram_size": None}, "no_repeat_ngram_size=None", "integer"),
+        ({"logit_bias": 5}, "logit_bias=5", "dict"),
+        ({"logit_bias": "5"}, "logit_bias='5'", "dict"),
+        ({"logit_bias": [5]}, "logit_bias holds 5", "dict"),
+        ({"logit_bias": {"five": 1.0}}, "logit_bias' token id='five'", "integer"),
+        ({"logit_bias": {5: "1"}}, "logit_bias[5]='1'", "number"),
+        ({"logit_bias": {5: 1.0, "5": 2.0}}, "logit_bias names token 5 twice", "one bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids=[]", "None to allow all"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids=5", "list of token ids"),
+        ({"allowed_token_ids": [1, True]}, "allowed_token_ids=True", "integer"),
+        ({"suppress_tokens": {1: 2}}, "suppress_tokens={1: 2}", "list of token ids"),
+        ({"bad_words": 5}, "bad_words=5", "list of strings"),
+        ({"bad_words": ["a", 3]}, "bad_words=", "strings only"),
+        ({"bad_words": ["a", " "]}, "bad_words=", "no word"),
+        ({"bad_words_ids": [5]}, "bad_words_ids holds 5", "list of lists"),
+        ({"bad_words_ids": 5}, "bad_words_ids=5", "list of lists"),
+        ({"bad_words_ids": [[1], []]}, "bad_words_ids holds an empty list", "at least one"),
         ({"logprobs": True}, "logprobs=True", "integer"),
         ({"stop": ""}, "stop=", "empty string"),
         ({"stop": ["a", ""]}, "stop=", "empty string"),

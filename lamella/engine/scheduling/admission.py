@@ -70,7 +70,7 @@ class Admission:
     def finds_more_later(self, request: Request, match: PrefixMatch, rows: Collection[int]) -> bool:
         """Whether the request would find at least a block more of its prompt once what these rows compute is in
         the cache."""
-        manager, known, tokens = self._manager, self._rows, request.token_ids
+        manager, known, tokens = self._manager, self._rows, request.sought_token_ids
         if not manager.settings.enable_prefix_caching:
             return False
         length = match.num_tokens + manager.layout.page_tokens

@@ -92,7 +92,7 @@ class BranchOrder:
             match = self._match(request)
             if branch is None or (branch.opener is not None and branch.opener.row != NO_ROW):
                 return request, match
-            if match.num_tokens >= min(branch.num_cached, len(request.token_ids) - 1):
+            if match.num_tokens >= min(branch.num_cached, len(request.sought_token_ids) - 1):
                 return request, match
             branch.opener = None
             if match.num_tokens or branch.opened:

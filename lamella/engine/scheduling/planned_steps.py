@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lamella.engine.scheduling.request_rows import RequestRows
-from lamella.model_executor.step_plan import StepResult
+from lamella.model_executor.step_plan import ScoredTokens, StepResult
 
 
 class PlannedStep(NamedTuple):
@@ -20,6 +20,7 @@ class PlannedStep(NamedTuple):
     num_new: np.ndarray  # int64 [R], tokens that the step computes of each row
     sampled_rows: np.ndarray  # int64 [S], those of `rows` that get a token
     admitted: frozenset[int]  # those of `rows` whose first step this is
+    scored: ScoredTokens | None = None  # what else the step finds out
 
     @property
     def prompt_rows(self) -> set[int]:

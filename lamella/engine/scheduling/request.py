@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lamella.engine.scheduling.prompt_scores import PromptScores
 from lamella.engine.scheduling.sample_grammar import SampleGrammar
 from lamella.engine.scheduling.sampling_settings import SamplingSettings
 from lamella.engine.scheduling.token_rules import TokenRules
@@ -26,6 +27,7 @@ class Request:
     grammar: what its output follows; None: nothing. It is this request's alone, too.
     logits_functions: its own functions of the logits. They may have state, which is this request's alone and stays
     whatever happens to its row.
+    prompt_scores: of the prompt's own tokens; None: none are wanted.
     """
 
     request_id: str
@@ -42,6 +44,7 @@ class Request:
     rules: TokenRules | None = None
     logits_functions: tuple[LogitsFunction, ...] = ()
     grammar: SampleGrammar | None = None
+    prompt_scores: PromptScores | None = None
     row: int = NO_ROW
     num_cached_tokens: int | None = None  # prompt tokens served from the cache when it first ran
     admission_index: int = -1  # how many requests first ran before it; -1 until it does
@@ -56,6 +59,13 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def sought_token_ids(self) -> np.ndarray:
+        """Those of its tokens (int32) that the prefix cache is asked for. It leaves at least the last one to compute,
+        which is the one behind which a token is to be scored, where there is such a token."""
+        scores = self.prompt_scores
+        return self.token_ids if scores is None or scores.is_complete else self.token_ids[: scores.first_missing]
 
     @property
     def banned_before_min_tokens(self) -> tuple[int, ...]:

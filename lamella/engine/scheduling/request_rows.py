@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from lamella.engine.scheduling.prompt_scores import PromptScores, plan_scores
 from lamella.engine.scheduling.request import NO_ROW, Request
 from lamella.engine.scheduling.row_rules import RowRules, SampleEdits, row_rules
 from lamella.errors import RequestError
-from lamella.model_executor.step_plan import SamplingBatch
+from lamella.model_executor.step_plan import SamplingBatch, ScoredTokens, TokenLogprobs
 
 
 class RunningTokens(NamedTuple):
@@ -93,6 +94,7 @@ class RequestRows:
         # Of the rows whose requests change their logits beyond min_tokens.
         self._rules: dict[int, RowRules] = {}
         self._num_reading = 0  # how many of them read tokens
+        self._prompt_scores: dict[int, PromptScores] = {}  # of the rows whose prompts are scored
         # Token id -> how many rows' requests it ends. Sampled tokens are searched for these ids.
         self._end_token_counts: Counter[int] = Counter()
         self.end_token_ids = np.zeros(0, dtype=np.int64)
@@ -145,6 +147,8 @@ class RequestRows:
         if rules is not None:
             self._rules[row] = rules
             self._num_reading += rules.reads_tokens
+        if request.prompt_scores is not None and not request.prompt_scores.is_complete:
+            self._prompt_scores[row] = request.prompt_scores
         self._sampled = None
         self._free_rows.pop()
         self.requests[row] = request
@@ -162,6 +166,7 @@ class RequestRows:
         rules = self._rules.pop(row, None)
         if rules is not None:
             self._num_reading -= rules.reads_tokens
+        self._prompt_scores.pop(row, None)
         self._count_end_tokens(request, -1)
         return request
 
@@ -204,6 +209,22 @@ class RequestRows:
             masks=edits.masks,
             processors=edits.processors,
         )
+
+    def scored_tokens(self, rows: np.ndarray, query_start: np.ndarray, num_computed: np.ndarray) -> ScoredTokens | None:
+        """Which known tokens a step of these rows (int64 [R]) scores; None: none. The arrays are StepPlan's and, int64
+        [R], how many tokens are computed before."""
+        if not self._prompt_scores:
+            return None
+        return plan_scores(self._prompt_scores, rows, query_start, num_computed, self.tokens)
+
+    def take_in_scores(self, scored: ScoredTokens, found: Sequence[TokenLogprobs]) -> None:
+        """Keep what a step found of the tokens that it scored."""
+        for row, position, one in zip(scored.rows.tolist(), scored.positions.tolist(), found, strict=True):
+            scores = self._prompt_scores.get(row)
+            if scores is not None:
+                scores.found[position] = one
+                if scores.is_complete:
+                    del self._prompt_scores[row]
 
     def _of(self, rows: np.ndarray) -> _SampledRows:
         key = rows.tobytes()

@@ -154,7 +154,8 @@ class Scheduler:
         is_long_text = self._long_texts.flags(self.rows, self._scheduled)
         plan = build_step_plan(self.rows, self.manager, self._scheduled, self._num_new, reached, is_long_text)
         sampled_rows = self._scheduled.repeat(plan.num_sampled)
-        self._planned.append(PlannedStep(self._scheduled, self._num_new, sampled_rows, frozenset(self._admitted)))
+        admitted = frozenset(self._admitted)
+        self._planned.append(PlannedStep(self._scheduled, self._num_new, sampled_rows, admitted, plan.scored))
         return plan
 
     def update(self, result: StepResult) -> NewTokens:
@@ -162,6 +163,8 @@ class Scheduler:
         append sampled tokens and end requests."""
         rows, manager = self.rows, self.manager
         step = self._planned.popleft()
+        if step.scored is not None:
+            rows.take_in_scores(step.scored, result.scored)
         manager.end_step(in_flight=bool(self._planned))
         if self._leaving:
             step, result = step.without(self._leaving, result)

@@ -109,12 +109,12 @@ class WaitingQueue:
     def expect(self, request: Request, rank: int) -> None:
         """Let what the cache has of the prompt outlast what nobody waits for. rank: the lower, the sooner the request
         runs."""
-        expectation = self._manager.expect(request.token_ids, request.salt, rank)
+        expectation = self._manager.expect(request.sought_token_ids, request.salt, rank)
         if expectation is not None:
             self._expectations[request] = expectation
 
     def _match(self, request: Request) -> PrefixMatch:
-        return self._manager.match(request.token_ids, request.salt)
+        return self._manager.match(request.sought_token_ids, request.salt)
 
     def _withdraw(self, request: Request) -> None:
         expectation = self._expectations.pop(request, None)

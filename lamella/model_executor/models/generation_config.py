@@ -9,7 +9,7 @@ from typing import Any
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.config_ranges import TOKEN_ID
-from lamella.model_executor.models.typed_fields import TypedFields
+from lamella.model_executor.models.typed_fields import TypedFields, is_integer
 from lamella.model_executor.models.typed_json import read_json_object
 
 GENERATION_CONFIG = "generation_config.json"
@@ -34,8 +34,6 @@ _NOT_HONOURED: dict[str, tuple[Any, ...]] = {
     "eta_cutoff": (0.0,),
     "encoder_repetition_penalty": (1.0,),
     "encoder_no_repeat_ngram_size": (0,),
-    "no_repeat_ngram_size": (0,),
-    "bad_words_ids": ([],),
     "force_words_ids": ([],),
     "constraints": ([],),
     "renormalize_logits": (False,),
@@ -43,8 +41,6 @@ _NOT_HONOURED: dict[str, tuple[Any, ...]] = {
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
     "exponential_decay_length_penalty": (),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
     "sequence_bias": ({}, []),
     "token_healing": (False,),
     "guidance_scale": (1.0,),
@@ -89,6 +85,10 @@ def parse_generation_config(fields: TypedFields) -> GenerationConfig:
         "max_tokens": fields.optional_integer("max_new_tokens", low=1, high=_MAX_COUNT),
         "min_tokens": fields.optional_integer("min_new_tokens", high=_MAX_COUNT),
         "stop": _stop_strings(fields),
+        "no_repeat_ngram_size": fields.optional_integer("no_repeat_ngram_size", high=_MAX_COUNT) or None,
+        "bad_words_ids": _bad_words_ids(fields),
+        "suppress_tokens": fields.token_ids("suppress_tokens", high=TOKEN_ID.high) or None,
+        "begin_suppress_tokens": fields.token_ids("begin_suppress_tokens", high=TOKEN_ID.high) or None,
     }
     least, most = wanted["min_tokens"], wanted["max_tokens"]
     if least is not None and most is not None and least > most:
@@ -107,6 +107,17 @@ def parse_generation_config(fields: TypedFields) -> GenerationConfig:
             if fields.has_value(key) and fields.raw(key) not in neutral
         },
     )
+
+
+def _bad_words_ids(fields: TypedFields) -> tuple[tuple[int, ...], ...] | None:
+    if not fields.has_value("bad_words_ids"):
+        return None
+    given = fields.raw("bad_words_ids")
+    if not isinstance(given, list) or not all(isinstance(one, list) and one for one in given):
+        raise fields.error("bad_words_ids", "a list of lists of token ids, none of them empty")
+    if not all(is_integer(token_id) and 0 <= token_id <= TOKEN_ID.high for one in given for token_id in one):
+        raise fields.error("bad_words_ids", f"lists of token ids from 0 to {TOKEN_ID.high}")
+    return tuple(map(tuple, given)) or None
 
 
 def _stop_strings(fields: TypedFields) -> tuple[str, ...] | None:

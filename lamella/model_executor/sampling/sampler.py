@@ -76,6 +76,13 @@ class Sampler:
         logprobs = _logprobs(logits, token_ids, batch.num_logprobs, asking)
         return StepResult(token_ids=token_ids, logprobs=logprobs, unusable=unusable)
 
+    @torch.inference_mode()
+    def score(self, logits: torch.Tensor, token_ids: np.ndarray, num_logprobs: np.ndarray) -> list[TokenLogprobs]:
+        """Log-probabilities of a given token (token_ids: int64 [S]) per row of logits (as above), with those of the
+        num_logprobs (int64 [S]) most likely ones. A row that has a NaN gives NaN."""
+        found = _logprobs(logits, token_ids, num_logprobs, np.arange(len(token_ids)))
+        return [found[row] for row in range(len(token_ids))]
+
 
 def _choose_edited(logits: torch.Tensor, batch: SamplingBatch) -> tuple[np.ndarray, np.ndarray]:
     """Each row's token int64 [S] and largest logit float32 [S], with the edits of single entries."""

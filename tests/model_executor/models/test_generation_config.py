@@ -40,6 +40,16 @@ def defaults(folder, **given):
             {"temperature": 0.0, "max_tokens": 7, "stop": ("x",)},
         ),
         ({"do_sample": True, "temperature": 0.7, "min_p": 0.1}, {"temperature": 0.7, "min_p": 0.1}),
+        (
+            {"no_repeat_ngram_size": 3, "suppress_tokens": [3, 4]},
+            {"no_repeat_ngram_size": 3, "suppress_tokens": (3, 4)},
+        ),
+        (
+            {"begin_suppress_tokens": [3], "bad_words_ids": [[5, 6], [7]]},
+            {"begin_suppress_tokens": (3,), "bad_words_ids": ((5, 6), (7,))},
+        ),
+        ({"bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [], "no_repeat_ngram_size": 0}, {}),
+        ({"do_sample": False, "suppress_tokens": [3]}, {"temperature": 0.0, "suppress_tokens": (3,)}),
         ({"temperature": 1, "top_k": 0, "top_p": 1.0}, {"temperature": 1.0, "top_k": 0, "top_p": 1.0}),
     ],
 )
@@ -53,6 +63,12 @@ def test_what_the_engine_can_do_becomes_sampling_parameters(folder, given, expec
 def test_a_minimum_above_the_maximum_is_refused(folder):
     with pytest.raises(ModelLoadError, match=r"config\.json: min_new_tokens=9 is more than max_new_tokens=8"):
         defaults(folder, min_new_tokens=9, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("value", [5, [5], [[]], [[5, -1]], [["a"]], [[5, True]], {"5": 1}])
+def test_sequences_that_are_none_are_refused(folder, value):
+    with pytest.raises(ModelLoadError, match=r"config\.json: bad_words_ids=.*must be (a list of )?lists of token ids"):
+        defaults(folder, bad_words_ids=value)
 
 
 def test_what_the_file_asks_for_is_what_a_request_without_parameters_gets(folder):
@@ -70,6 +86,10 @@ def test_what_the_file_asks_for_is_what_a_request_without_parameters_gets(folder
             {"max_new_tokens": 40, "min_new_tokens": 39, "eos_token_id": long.outputs[0].token_ids[1]},
             {"max_tokens": 40, "min_tokens": 39},
         ),
+        "bans": (
+            {"max_new_tokens": 9, "no_repeat_ngram_size": 2, "suppress_tokens": long.outputs[0].token_ids[:1]},
+            {"max_tokens": 9, "no_repeat_ngram_size": 2, "suppress_tokens": long.outputs[0].token_ids[:1]},
+        ),
     }
     lengths = set()
     for given, params in asked.values():
@@ -81,16 +101,13 @@ def test_what_the_file_asks_for_is_what_a_request_without_parameters_gets(folder
         lengths.add(len(found.outputs[0].token_ids))
     assert 5 in lengths
     assert max(lengths) >= 39
-    assert len(lengths) == 3
+    assert len(lengths) == 4
+    assert found.outputs[0].token_ids != long.outputs[0].token_ids[:9]
 
 
 NOT_DONE = {
     "max_length": 200,
     "min_length": 5,
-    "suppress_tokens": [3, 4],
-    "begin_suppress_tokens": [3],
-    "bad_words_ids": [[5, 6]],
-    "no_repeat_ngram_size": 3,
     "num_beams": 4,
     "typical_p": 0.9,
     "epsilon_cutoff": 0.1,

@@ -111,6 +111,17 @@ class DeviceSampler:
             event.record()
         return DeviceSample(token_ids, host_token_ids, host_best_logits, logprobs, event, problems)
 
+    @torch.inference_mode()
+    def score(self, logits: torch.Tensor, token_ids: np.ndarray, num_logprobs: np.ndarray) -> list[TokenLogprobs]:
+        """As Sampler.score; waits for the device."""
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        scored = self._logprobs(logits, to_device(token_ids, logits.device), num_logprobs)
+        if logits.device.type == "cuda":
+            torch.cuda.current_stream(logits.device).synchronize()
+        found = _token_logprobs(scored, token_ids)
+        return [found[row] for row in range(len(token_ids))]
+
     def _choose_edited(self, logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """`choose`, logits with contiguous rows, with the edits of single entries."""
         edits = LogitEdits.of(batch)
