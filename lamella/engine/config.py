@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
@@ -11,6 +13,7 @@ from lamella.argument_checks import FRACTION, MOST_SEED, MOST_TOKENS, WholeRange
 from lamella.attention.choice import BACKEND_NAMES
 from lamella.attention.kv_dtype import KV_CACHE_DTYPES
 from lamella.engine.scheduling.waiting_queue import SCHEDULING_POLICIES
+from lamella.engine.structured.config import StructuredOutputsConfig
 from lamella.engine.vllm_engine_arguments import ENGINE_ARGUMENTS, NONE_IS_DEFAULT
 from lamella.engine.vllm_keywords import takes_vllm_keywords
 from lamella.errors import ConfigError
@@ -97,6 +100,8 @@ class EngineConfig:
     attention_backend: attention kernels: "auto" (the fastest that is there), "native", "torch", "triton", "xformers"
         or "reference".
     async_scheduling: plan and launch a step while the one before it runs; None: on CUDA only. Outputs are the same.
+    structured_outputs_config: what `SamplingParams.structured_outputs` may take, as a dict: see
+        StructuredOutputsConfig.
     cache_dir: folder for converted weights; None: the user's cache folder.
     check_invariants: check the KV bookkeeping after every step (slow; for tests and debugging).
     """
@@ -130,6 +135,7 @@ class EngineConfig:
     enforce_eager: bool = False
     attention_backend: str = "auto"
     async_scheduling: bool | None = None
+    structured_outputs_config: StructuredOutputsConfig | Mapping[str, Any] | None = None
     cache_dir: str | None = None
     check_invariants: bool = False
 
@@ -177,6 +183,7 @@ class EngineConfig:
         for name in _TRUTH_VALUES:
             if name != "async_scheduling" or self.async_scheduling is not None:
                 self._set(name, truth_value(name, getattr(self, name), ConfigError))
+        self._set("structured_outputs_config", StructuredOutputsConfig.of(self.structured_outputs_config))
         RetentionPolicy(self.retention, self.retention_grid_tokens)  # raises ConfigError where one is wrong
         if self.swa_full_tokens_ratio is not None:
             self._set("swa_full_tokens_ratio", check_ratio(self.swa_full_tokens_ratio))

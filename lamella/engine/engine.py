@@ -26,6 +26,9 @@ from lamella.engine.request_rules import RuleMaker, make_prompt_scores
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduling.request import Request
 from lamella.engine.scheduling.request_rows import RunningTokens, require_fitting
+from lamella.engine.structured.compiler import GrammarCompiler
+from lamella.engine.structured.config import StructuredOutputsConfig
+from lamella.engine.structured.params import StructuredOutputsParams
 from lamella.engine.turns import Turns, in_turn
 from lamella.engine.vllm_keywords import refuse_foreign
 from lamella.engine.vllm_request_arguments import (
@@ -99,6 +102,12 @@ class Engine:
         self.config = dataclasses.replace(self.config, max_model_len=self._loaded.pool.max_model_len)
         self.max_model_len = self._loaded.pool.max_model_len
         self._outputs = OutputProcessor(self._loaded.tokenizer)
+        self._grammars = GrammarCompiler(
+            self._loaded.tokenizer,
+            self._loaded.model_config.vocab_size,
+            self._loaded.model_config.eos_token_ids,
+            StructuredOutputsConfig.of(self.config.structured_outputs_config),
+        )
         self._num_arrived = 0
         served = self._loaded.model_config
         self._rules = RuleMaker(self._loaded.tokenizer, served.vocab_size, served.eos_token_ids)
@@ -157,7 +166,9 @@ class Engine:
                 f"prompt_logprob_start={params.prompt_logprob_start}: the prompt has only {len(parsed.token_ids)} "
                 f"tokens; give at most {len(parsed.token_ids) - 1}"
             )
-        return dataclasses.replace(parsed, rules=rules)
+        form = StructuredOutputsParams.of(params.structured_outputs)
+        new_grammar = None if form is None else self._grammars.compile(form)
+        return dataclasses.replace(parsed, rules=rules, new_grammar=new_grammar)
 
     @in_turn
     def add_parsed(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams) -> None:
@@ -187,6 +198,7 @@ class Engine:
                 stop_token_ids=frozenset(params.stop_token_ids or ()),
                 arrival_time=now,
                 salt=prompt.cache_salt,
+                grammar=None if prompt.new_grammar is None else prompt.new_grammar(),
                 rules=prompt.rules,
                 logits_functions=logits_functions(params.logits_processors),
                 # The samples' prompts are one: what is found of it is reported once.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from lamella.argument_checks import nearest_name, shown
 from lamella.engine.scheduling.token_rules import TokenRules
+from lamella.engine.structured.output_grammar import OutputGrammar
 from lamella.engine.vllm_request_arguments import PROMPT_KEYS
 from lamella.errors import RequestError, UnsupportedArgumentError
 from lamella.model_executor.text.tokenizer import Tokenizer
@@ -35,11 +36,13 @@ FORMS = 'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": 
 class ParsedPrompt:
     """text: None where only token ids were given. token_ids: int32 [n], n >= 1.
     cache_salt: prefixes are shared only between prompts of equal salt.
-    rules: what the request's parameters ask of the choice of tokens, for this model; None: nothing."""
+    rules: what the request's parameters ask of the choice of tokens, for this model; None: nothing.
+    new_grammar: makes the state of a sample in the grammar that its output is to follow; None: it follows none."""
 
     text: str | None
     token_ids: np.ndarray
     cache_salt: str | None
+    new_grammar: Callable[[], OutputGrammar] | None = None
     rules: TokenRules | None = None
 
 

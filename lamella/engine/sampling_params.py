@@ -7,10 +7,12 @@ import enum
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from lamella.argument_checks import MOST_SEED, MOST_TOKENS, RealRange, WholeRange, shown, truth_value
 from lamella.engine import sampling_values
 from lamella.engine.logits_processors import LogitsProcessor, checked_processors
+from lamella.engine.structured.params import StructuredOutputsParams
 from lamella.engine.vllm_keywords import takes_vllm_keywords
 from lamella.engine.vllm_request_arguments import SAMPLING_ARGUMENTS
 from lamella.errors import RequestError
@@ -85,6 +87,9 @@ class SamplingParams:
         requests too.
     seed: number that makes the same choices again, 0 to 2**64 - 1; None: the engine chooses one. And -1, which is
         stored as None.
+    structured_outputs: a form that the output has: JSON by a schema, a regular expression, one of several choices, a
+        grammar, or tags in free text (docs/structured_outputs.md). An end token comes once the form is complete, so
+        ignore_eos must be False; an output that max_tokens or a stop cuts off is not complete.
     stop: text that ends the output. One string, several, or None; stored as a tuple without repetitions. It is
         searched in the text, so it needs detokenize=True.
     stop_token_ids: token ids that end the output. Stored the same way.
@@ -130,6 +135,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -219,12 +225,17 @@ class SamplingParams:
             bad_words_ids=sampling_values.token_sequences("bad_words_ids", self.bad_words_ids),
             suppress_tokens=sampling_values.token_ids("suppress_tokens", self.suppress_tokens),
             begin_suppress_tokens=sampling_values.token_ids("begin_suppress_tokens", self.begin_suppress_tokens),
+            structured_outputs=StructuredOutputsParams.of(self.structured_outputs),
             logits_processors=checked_processors(self.logits_processors),
             top_k=max(self.top_k, 0),
             seed=None if self.seed == -1 else self.seed,
         )
 
     def _check_contradictions(self) -> None:
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise RequestError(
+                "ignore_eos=True with structured_outputs: an output whose form is complete can only end; leave one out"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; raise max_tokens or lower "

@@ -315,14 +315,13 @@ ENGINE_ARGUMENTS: Foreign = {
         "give a request its own in SamplingParams.logits_processors", logits_processor_pattern=(), logits_processors=()
     ),
     **absent(
-        "there is no speculative decoding, no output grammar, no reasoning parser and no watermark",
+        "there is no speculative decoding, no reasoning parser and no watermark",
         speculative_config=(),
         spec_method=(),
         spec_model=(),
         spec_tokens=(0,),
         speculative_model=(),
         num_speculative_tokens=(0,),
-        structured_outputs_config=(),
         guided_decoding_backend=("auto", "xgrammar", "guidance", "outlines"),
         reasoning_parser=(),
         reasoning_parser_plugin=(),

@@ -14,7 +14,7 @@ SAMPLING_ARGUMENTS: dict[str, Absent] = {
         prompt_logprob_token_ids=(),
         flat_logprobs=(False,),
     ),
-    **absent("output follows no grammar", structured_outputs=(), guided_decoding=()),
+    **absent("structured_outputs says what form the output has", guided_decoding=()),
     **absent(
         "what may be sampled is bounded by allowed_token_ids, bad_words, no_repeat_ngram_size and logits_processors",
         thinking_token_budget=(),
@@ -55,7 +55,7 @@ GENERATE_ARGUMENTS: dict[str, Absent] = {
     **_TOKENIZATION,
     **absent(_NO_MEDIA, mm_processor_kwargs=()),
     **absent('give token ids as prompts: [1, 2, 3] or {"prompt_token_ids": [1, 2, 3]}', prompt_token_ids=()),
-    **absent("output follows no grammar", guided_options_request=()),
+    **absent("SamplingParams.structured_outputs says what form the output has", guided_options_request=()),
 }
 CHAT_ARGUMENTS: dict[str, Absent] = {
     **GENERATE_ARGUMENTS,

@@ -85,7 +85,12 @@ class SamplingBatch:
     @property
     def edited_rows(self) -> list[int]:
         """The rows whose logits are changed before a token is chosen, ascending."""
-        return sorted({*self.banned_token_ids, *self.penalties, *self.biases, *self.masks, *self.processors})
+        return sorted({*self.edited_rows_beside_masks, *self.masks})
+
+    @property
+    def edited_rows_beside_masks(self) -> list[int]:
+        """The same, for other reasons than a mask, in any order."""
+        return [*self.banned_token_ids, *self.penalties, *self.biases, *self.processors]
 
     def part(self, rows: np.ndarray) -> SamplingBatch:
         """The same for these of the S rows alone (int64, none twice), in this order."""

@@ -22,6 +22,7 @@ def test_defaults_are_those_of_vllm() -> None:
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
         "seed": None,
+        "structured_outputs": None,
         "stop": (),
         "stop_token_ids": (),
         "ignore_eos": False,

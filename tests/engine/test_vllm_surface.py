@@ -113,7 +113,6 @@ def test_what_is_not_here_says_what_is(arguments, hint):
         ({"bad_words": ["x"]}, "top_k, top_p"),
         ({"best_of": 3}, "n says"),
         ({"skip_reading_prefix_cache": True}, "cache_salt"),
-        ({"structured_outputs": object()}, "top_k, top_p"),
     ],
 )
 def test_sampling_that_is_not_here_says_what_is(arguments, hint):

@@ -67,6 +67,8 @@ def append_tokens(rows: RequestRows, sampled_rows: np.ndarray, result: StepResul
 
 def _fail(rows: RequestRows, row: int, problem: str) -> Request:
     request = rows.request(row)
+    if request.grammar is not None and request.grammar.problem is not None:
+        problem = request.grammar.problem
     logger.warning("request %s ends with an error: %s", request.request_id, problem)
     request.finish_reason, request.stop_reason = "error", problem
     return request

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lamella.engine.scheduling.prompt_scores import PromptScores
+from lamella.engine.scheduling.sample_grammar import SampleGrammar
 from lamella.engine.scheduling.sampling_settings import SamplingSettings
 from lamella.engine.scheduling.token_rules import TokenRules
 from lamella.model_executor.step_plan import LogitsFunction, TokenLogprobs
@@ -23,6 +24,7 @@ class Request:
     eos_token_ids: the model's end tokens; empty where the request ignores them.
     stop_token_ids: further ids that end this request.
     rules: what else it asks of the choice of its tokens; None: nothing.
+    grammar: what its output follows; None: nothing. It is this request's alone, too.
     logits_functions: its own functions of the logits. They may have state, which is this request's alone and stays
     whatever happens to its row.
     prompt_scores: of the prompt's own tokens; None: none are wanted.
@@ -41,6 +43,7 @@ class Request:
     salt: str | None = None
     rules: TokenRules | None = None
     logits_functions: tuple[LogitsFunction, ...] = ()
+    grammar: SampleGrammar | None = None
     prompt_scores: PromptScores | None = None
     row: int = NO_ROW
     num_cached_tokens: int | None = None  # prompt tokens served from the cache when it first ran

@@ -37,7 +37,10 @@ class RowRules:
         self._penalised_prompt = penalised_prompt_ids(params, prompt_ids) if params.has_penalties else None
         self._prompt = tuple(prompt_ids.tolist()) if request.logits_functions else ()
         self.reads_tokens = bool(
-            params.has_penalties or request.logits_functions or (rules is not None and rules.reads_tokens)
+            params.has_penalties
+            or request.logits_functions
+            or request.grammar is not None
+            or (rules is not None and rules.reads_tokens)
         )
 
     def add_to(self, edits: SampleEdits, index: int, token_ids: np.ndarray) -> None:
@@ -50,6 +53,8 @@ class RowRules:
         if request.logits_functions:
             output = tuple(token_ids[num_prompt:].tolist())
             edits.processors[index] = RowProcessors(request.logits_functions, self._prompt, output)
+        if request.grammar is not None:
+            edits.masks[index] = request.grammar.mask(token_ids[num_prompt:])
         if rules is None:
             return
         banned = rules.banned_next(token_ids, num_prompt)
@@ -58,11 +63,11 @@ class RowRules:
         if rules.biases is not None:
             edits.biases[index] = rules.biases
         if rules.allowed is not None:
-            edits.masks[index] = rules.allowed
+            mask = edits.masks.get(index)
+            edits.masks[index] = rules.allowed if mask is None else rules.allowed & mask
 
 
 def row_rules(request: Request) -> RowRules | None:
     """None: the request asks for nothing of the kind."""
-    if request.rules is None and not request.logits_functions and not request.params.has_penalties:
-        return None
-    return RowRules(request)
+    asks = request.rules is not None or request.grammar is not None or request.logits_functions
+    return RowRules(request) if asks or request.params.has_penalties else None

@@ -55,6 +55,13 @@ class Tokenizer:
         """Number of tokens, added ones included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def as_json(self) -> str:
+        """The tokenizer as a tokenizer.json says it, for other readers. It pads and cuts nothing."""
+        copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        copy.no_padding()
+        copy.no_truncation()
+        return copy.to_str()
+
     def get_vocab(self) -> dict[str, int]:
         """Token -> id, added ones included."""
         return self._backend.get_vocab(with_added_tokens=True)
