@@ -297,6 +297,7 @@ class OutputProcessor:
                 num_preemptions=sum(sample.request.num_preemptions for sample in conversation.samples),
             ),
             num_cached_tokens=first.num_cached_tokens or 0,
+            lora_request=first.lora_request,
         )
 
     def _completion(self, conversation: Conversation, sample: _Sample) -> CompletionOutput:

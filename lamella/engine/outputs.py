@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+from lamella.engine.lora_request import LoRARequest
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -74,7 +76,7 @@ class RequestOutput:
 
     prompt: the text if text was given, else None. outputs: one per sample, in order of index.
     finished: every sample has finished. metrics: None unless the engine keeps statistics.
-    num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+    num_cached_tokens: prompt tokens whose KV came from the prefix cache. lora_request: the adapter it ran with.
     """
 
     request_id: str
@@ -85,10 +87,10 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    lora_request: LoRARequest | None = None
 
     prompt_logprobs: ClassVar[None] = None
     prompt_token_id_logprobs: ClassVar[None] = None
-    lora_request: ClassVar[None] = None
     encoder_prompt: ClassVar[None] = None
     encoder_prompt_token_ids: ClassVar[None] = None
     multi_modal_placeholders: ClassVar[None] = None

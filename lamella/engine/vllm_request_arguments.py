@@ -43,9 +43,7 @@ SAMPLING_ARGUMENTS: dict[str, Absent] = {
     **absent("there are no experts", routed_experts_prompt_start=(0,)),
 }
 
-_LORA = absent(
-    "there are no adapters: merge their weights into the model's", lora_request=(), prompt_adapter_request=()
-)
+_PROMPT_ADAPTER = absent("adapters are LoRA's: give a lora_request", prompt_adapter_request=())
 _PRIORITY = absent(
     'scheduling_policy="prefix" or "fcfs" orders requests, and the order of adding them; there are no priorities',
     priority=(0,),
@@ -58,7 +56,7 @@ _NO_MEDIA = "prompts are text or token ids: there are no images, sound or embedd
 
 # Arguments of LLM.generate, which LLM.chat takes as well.
 GENERATE_ARGUMENTS: dict[str, Absent] = {
-    **_LORA,
+    **_PROMPT_ADAPTER,
     **_PRIORITY,
     **_TOKENIZATION,
     **absent(_NO_MEDIA, mm_processor_kwargs=()),
@@ -72,7 +70,7 @@ CHAT_ARGUMENTS: dict[str, Absent] = {
 
 # Arguments of LLMEngine.add_request.
 ADD_REQUEST_ARGUMENTS: dict[str, Absent] = {
-    **_LORA,
+    **_PROMPT_ADAPTER,
     **_PRIORITY,
     **_TOKENIZATION,
     **absent("a request arrives when it is added", arrival_time=ANY),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lamella.engine.scheduling.request import NO_ROW, Request
+from lamella.engine.scheduling.request import NO_ADAPTER, NO_ROW, Request
 from lamella.engine.scheduling.token_penalties import penalised_prompt_ids, token_penalties
 from lamella.errors import RequestError
 from lamella.model_executor.step_plan import SamplingBatch
@@ -82,6 +82,7 @@ class RequestRows:
         self.seeds = np.zeros(num_rows, dtype=np.uint64)
         self.min_tokens = np.zeros(num_rows, dtype=np.int64)
         self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
+        self.adapter_ids = np.full(num_rows, NO_ADAPTER, dtype=np.int64)
         # Views of the same memory whose items are plain ints: several times faster to read one by one than an array's.
         self.num_tokens_at, self.num_computed_at = self.num_tokens.data, self.num_computed.data
         self.num_prompt_tokens_at, self.due_at = self.num_prompt_tokens.data, self.due.data
@@ -96,6 +97,8 @@ class RequestRows:
         self._end_token_counts: Counter[int] = Counter()
         self.end_token_ids = np.zeros(0, dtype=np.int64)
         self._free_rows = list(range(self._num_rows - 1, -1, -1))
+        self.adapter_ids[:] = NO_ADAPTER
+        self._num_adapted = 0  # rows whose requests have an adapter
         # What the last step used and what depends only on which requests are in which rows; None once one came or went.
         self._sampled: _SampledRows | None = None
 
@@ -143,6 +146,8 @@ class RequestRows:
         if params.has_penalties:
             penalised = penalised_prompt_ids(params, request.token_ids[: request.num_prompt_tokens])
         self._count_end_tokens(request, +1)
+        self.adapter_ids[row] = request.adapter_id
+        self._num_adapted += request.adapter_id != NO_ADAPTER
         if penalised is not None:
             self._penalised_prompts[row] = penalised
         self._sampled = None
@@ -161,7 +166,20 @@ class RequestRows:
         self._free_rows.append(row)
         self._penalised_prompts.pop(row, None)
         self._count_end_tokens(request, -1)
+        self.adapter_ids[row] = NO_ADAPTER
+        self._num_adapted -= request.adapter_id != NO_ADAPTER
         return request
+
+    def adapter_ids_of(self, rows: np.ndarray) -> np.ndarray | None:
+        """int64 [R], the adapters of `rows`; None: none of them has one."""
+        if not self._num_adapted:
+            return None
+        ids = self.adapter_ids[rows]
+        return ids if ids.any() else None
+
+    def num_adapters_with(self, adapter_id: int) -> int:
+        """How many different adapters there are in rows if a request with this one is, too."""
+        return len({*self.adapter_ids.tolist(), adapter_id} - {NO_ADAPTER})
 
     def _count_end_tokens(self, request: Request, change: int) -> None:
         num_known = len(self._end_token_counts)

@@ -52,6 +52,7 @@ def build_step_plan(
         sampling=rows.sampling_batch(scheduled[is_complete], reached.num_tokens),
         token_sources=_token_sources(rows, reached, row_of_token, positions),
         is_long_text=is_long_text,
+        adapter_ids=rows.adapter_ids_of(scheduled),
     )
 
 
