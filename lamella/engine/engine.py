@@ -190,12 +190,13 @@ class Engine:
                 arrival_time=now,
                 salt=prompt.salt,
                 adapter_id=NO_ADAPTER if adapter is None else adapter.number,
-                lora_request=None if adapter is None else adapter.request,
             )
             for index in range(params.n)
         ]
         require_fitting(requests[0])
-        conversation = self._outputs.new_conversation(prompt.text, params, requests)
+        conversation = self._outputs.new_conversation(
+            prompt.text, params, requests, None if adapter is None else adapter.request
+        )
         num_arrived = self._num_arrived
         try:
             self._books = _Books.HALF_DONE

@@ -71,11 +71,11 @@ class LoadedAdapters:
         known = self._loaded.get(request.lora_int_id)
         if known is not None:
             self._require_same(known, request)
-            self._loaded.move_to_end(request.lora_int_id)
+            self._use(known, in_use)
             return known
         read = self._reader.read(Path(request.path), most_rank=self._max_rank)
         loaded = LoadedAdapter(next(self._numbers), request, read.adapter, read.digest, read.num_bytes)
-        self._put(loaded, in_use)
+        self._use(loaded, in_use)
         logger.info(
             "adapter %s (lora_int_id %d): rank %d, %d modules%s, %.1f MiB; %d loaded, %.1f MiB",
             shown(request.lora_name),
@@ -93,15 +93,11 @@ class LoadedAdapters:
         """Make sure that `adapter`, which `load` has returned, is loaded: it may have had to make room since. Raises
         RequestError where another has its id by now."""
         known = self._loaded.get(adapter.request.lora_int_id)
-        if known is None:
-            self._put(adapter, in_use)
-        elif known is adapter:
-            self._loaded.move_to_end(adapter.request.lora_int_id)
-        else:
-            self._require_same(known, adapter.request)
+        if known is not None and known is not adapter:
             raise RequestError(
                 f"lora_int_id={adapter.request.lora_int_id} was loaded anew since the prompt was parsed; parse it again"
             )
+        self._use(adapter, in_use)
 
     def remove(self, lora_int_id: int, in_use: Mapping[int, int]) -> bool:
         """False where no such adapter is loaded. Raises RequestError while requests use it."""
@@ -133,9 +129,12 @@ class LoadedAdapters:
                 f"or call remove_lora({request.lora_int_id}) first"
             )
 
-    def _put(self, adapter: LoadedAdapter, in_use: Mapping[int, int]) -> None:
+    def _use(self, adapter: LoadedAdapter, in_use: Mapping[int, int]) -> None:
+        """Make it the one used last, loaded if it is not; those used least recently make room where there are too
+        many."""
         self._running[adapter.number] = adapter.adapter
         self._loaded[adapter.request.lora_int_id] = adapter
+        self._loaded.move_to_end(adapter.request.lora_int_id)
         for lora_int_id, other in list(self._loaded.items())[:-1]:
             if len(self._loaded) <= self._max_loaded:
                 return

@@ -81,7 +81,9 @@ def save_lora(
         up = torch.randn(module.out_features, rank, generator=generator) * spread
         weights[name] = (down.to(dtype), up.to(dtype))
     assert weights, "no module is adapted"
-    tensors = {f"{PREFIX}{name}.lora_{which}.weight": pair[which == "B"] for name, pair in weights.items() for which in "AB"}
+    tensors = {
+        f"{PREFIX}{name}.lora_{which}.weight": pair[which == "B"] for name, pair in weights.items() for which in "AB"
+    }
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     (path / "adapter_config.json").write_text(json.dumps(config))
     return weights

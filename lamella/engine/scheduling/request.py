@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lamella.engine.lora_request import LoRARequest
 from lamella.engine.scheduling.sampling_settings import SamplingSettings
 from lamella.model_executor.step_plan import TokenLogprobs
 
@@ -22,7 +21,7 @@ class Request:
     request's tokens are in RequestRows).
     eos_token_ids: the model's end tokens; empty where the request ignores them.
     stop_token_ids: further ids that end this request.
-    adapter_id: the loaded adapter that it runs with; lora_request: how the caller named it.
+    adapter_id: the loaded adapter that it runs with.
     """
 
     request_id: str
@@ -37,7 +36,6 @@ class Request:
     arrival_time: float
     salt: str | None = None
     adapter_id: int = NO_ADAPTER
-    lora_request: LoRARequest | None = None
     row: int = NO_ROW
     num_cached_tokens: int | None = None  # prompt tokens served from the cache when it first ran
     admission_index: int = -1  # how many requests first ran before it; -1 until it does

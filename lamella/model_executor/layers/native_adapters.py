@@ -44,10 +44,11 @@ def _projections(updates: Mapping[str, NativeUpdate], layer: DecoderLayer) -> Ad
     return AdaptedProjections(*(None if each is None else each.low_rank for each in found))
 
 
-def native_adapters(adapters: RowAdapters) -> StepAdapters:
+def native_adapters(adapters: RowAdapters) -> StepAdapters | None:
+    """None: no row has one."""
     of_rows = []
     for adapter, rows in adapters.groups:
         if not isinstance(adapter, NativeAdapter):
             raise InvariantError(f"native operators were given a {type(adapter).__name__}; they make their own")
         of_rows.append((adapter.layers, rows))
-    return StepAdapters(of_rows, adapters.num_rows)
+    return StepAdapters(of_rows, adapters.num_rows) if of_rows else None
