@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lamella import LLM, ConfigError, Engine, LoRARequest, ModelLoadError, RequestError, SamplingParams
+from lamella.model_executor.layers import native_operators
 from tests.helpers.lora_files import merged, save_lora
 from tests.helpers.tiny_gemma import VOCAB_SIZE, save_tiny_gemma
 
@@ -148,6 +149,15 @@ def test_the_same_bits_after_preemption(adapters):
 def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_adapters(adapters, mixed):
     with LLM(adapters.folder / "model", **ARGUMENTS) as llm:
         assert_same_bits(llm.generate([PROMPTS[4]], PARAMS, use_tqdm=False), mixed[4:])
+
+
+def test_the_same_bits_where_layers_run_operation_by_operation(adapters, mixed, monkeypatch):
+    """As they do in models that the calls of whole layers are not for."""
+    monkeypatch.setattr(native_operators, "_reason_against_one_tail", lambda layer, next_norm: "a test")
+    with LLM(adapters.folder / "model", enable_lora=True, **ARGUMENTS) as llm:
+        assert not llm.engine.inspect().runner.model.operators._tails
+        outputs = llm.generate(PROMPTS, PARAMS, lora_request=adapters.requests, use_tqdm=False)
+    assert_same_bits(outputs, mixed)
 
 
 def test_each_adapter_has_a_cache_of_its_own(adapters):

@@ -16,9 +16,9 @@ SECONDS = 5.0
 class PatternClock:
     """What is left of the time for the patterns of the file `place`."""
 
-    def __init__(self, place: str, seconds: float = SECONDS) -> None:
+    def __init__(self, place: str) -> None:
         self._place = place
-        self._seconds_left = seconds
+        self._seconds_left = SECONDS
 
     def matches(self, field: str, pattern: str, text: str, *, wrapped: str = "{}") -> regex.Match[str] | None:
         """`text` matched as a whole. field: which of the file's the pattern is of; wrapped: what it stands in.
