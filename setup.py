@@ -79,6 +79,7 @@ setup(
         "gguf>=0.17",
         "jinja2>=3.1",
         "numpy>=1.26",
+        "regex",
         "safetensors>=0.5",
         "sortedcontainers>=2.4",
         "tokenizers>=0.21",
