@@ -158,7 +158,7 @@ class Engine:
                 f"within max_model_len={self.max_model_len}"
             )
         if lora_request is not None:
-            parsed = dataclasses.replace(parsed, adapter=self._load_adapter(lora_request))
+            parsed = dataclasses.replace(parsed, adapter=self.load_adapter(lora_request))
         return parsed
 
     @in_turn
@@ -171,7 +171,7 @@ class Engine:
             raise RequestError(f"request_id={request_id!r} is in use: wait for it to finish or choose another")
         adapter = prompt.adapter
         if adapter is not None:
-            loaded.adapters.keep(adapter, self._adapters_in_use())
+            adapter = loaded.adapters.keep(adapter, self._adapters_in_use)
         num_prompt_tokens = len(prompt.token_ids)
         max_tokens = self.max_model_len if params.max_tokens is None else params.max_tokens
         seed = params.seed if params.seed is not None else self._draw_seed()
@@ -345,14 +345,14 @@ class Engine:
         its lora_int_id, or adapters are not enabled.
         """
         is_new = isinstance(lora_request, LoRARequest) and lora_request.lora_int_id not in self.list_loras()
-        self._load_adapter(lora_request)
+        self.load_adapter(lora_request)
         return is_new
 
     @in_turn
     def remove_lora(self, lora_id: int) -> bool:
         """Let go of an adapter, pinned or not. False where none of this lora_int_id is loaded. Raises RequestError
         while requests use it."""
-        return self._require_settled().adapters.remove(lora_id, self._adapters_in_use())
+        return self._require_settled().adapters.remove(lora_id, self._adapters_in_use)
 
     @in_turn
     def pin_lora(self, lora_id: int) -> bool:
@@ -366,8 +366,9 @@ class Engine:
         return self._require_open().adapters.ids()
 
     @in_turn
-    def _load_adapter(self, lora_request: LoRARequest) -> LoadedAdapter:
-        return self._require_settled().adapters.load(lora_request, self._adapters_in_use())
+    def load_adapter(self, lora_request: LoRARequest) -> LoadedAdapter:
+        """The adapter for a `ParsedPrompt`, loaded if it is not. Raises as `add_lora`."""
+        return self._require_settled().adapters.load(lora_request, self._adapters_in_use)
 
     def _adapters_in_use(self) -> Counter[int]:
         """The numbers of the adapters of unfinished requests, and of how many each is."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from lamella.argument_checks import truth_value
+from lamella.argument_checks import shown, truth_value
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine
 from lamella.engine.generate_progress import generate_progress
@@ -106,13 +106,22 @@ class LLM:
         refuse_foreign("generate", vllm_arguments, known=known, foreign=GENERATE_ARGUMENTS)
         split = split_prompts(prompts)
         all_params = self._params_per_prompt(sampling_params, len(split))
-        adapters = _adapter_per_prompt(lora_request, len(split))
+        requests = _adapter_per_prompt(lora_request, len(split))
         parsed: list[ParsedPrompt] = []
-        for index, (prompt, params, adapter) in enumerate(zip(split, all_params, adapters, strict=True)):
+        for index, (prompt, params) in enumerate(zip(split, all_params, strict=True)):
             try:
-                parsed.append(self.engine.parse(prompt, params, adapter))
+                parsed.append(self.engine.parse(prompt, params))
             except RequestError as error:
                 raise type(error)(f"prompts[{index}]: {error}") from error
+        if lora_request is not None:
+            # Each is loaded once, however many stay loaded.
+            adapters = {
+                request: self.engine.load_adapter(request) for request in dict.fromkeys(requests) if request is not None
+            }
+            parsed = [
+                prompt if request is None else dataclasses.replace(prompt, adapter=adapters[request])
+                for prompt, request in zip(parsed, requests, strict=True)
+            ]
         return self._run(parsed, all_params, use_tqdm)
 
     def chat(
@@ -244,14 +253,21 @@ class LLM:
 def _adapter_per_prompt(
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
 ) -> Sequence[LoRARequest | None]:
+    given: list[Any] = list(lora_request) if isinstance(lora_request, (list, tuple)) else [lora_request]
+    for request in given:
+        if not (request is None or isinstance(request, LoRARequest)):
+            raise RequestError(
+                f"lora_request={shown(request)} is a {type(request).__name__}; give a LoRARequest(lora_name, "
+                "lora_int_id, lora_path), or a list of them"
+            )
     if not isinstance(lora_request, (list, tuple)):
-        return [lora_request] * num_prompts  # type: ignore[list-item]
+        return given * num_prompts
     if len(lora_request) != num_prompts:
         raise RequestError(
             f"lora_request has {len(lora_request)} entries for {num_prompts} prompts: give one for all, or one per "
             "prompt"
         )
-    return lora_request
+    return given
 
 
 def _split_conversations(messages: Any) -> list[Sequence[Message]]:

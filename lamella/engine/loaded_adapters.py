@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from lamella.model_executor.adapters.adapter_reader import AdapterReader
 from lamella.model_executor.layers.adapters import Adapter
 
 logger = logging.getLogger(__name__)
+
+InUse = Callable[[], Mapping[int, int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +41,7 @@ class LoadedAdapters:
     """reader: None: there are no adapters here. running: by number, what steps find adapters in; this class alone
     changes it. max_loaded: most adapters that stay, but for those in use and pinned ones. max_rank: None: any.
 
-    in_use, here and below: adapter's number -> how many requests use it.
+    in_use, here and below: gives adapter's number -> how many requests use it. It is asked only where that matters.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class LoadedAdapters:
         """lora_int_ids."""
         return set(self._loaded)
 
-    def load(self, request: LoRARequest, in_use: Mapping[int, int]) -> LoadedAdapter:
+    def load(self, request: LoRARequest, in_use: InUse) -> LoadedAdapter:
         """The adapter, read now if it is not loaded. Raises RequestError where adapters are not enabled or the id is
         another's; ModelLoadError for what cannot be read."""
         if not isinstance(request, LoRARequest):
@@ -71,11 +73,13 @@ class LoadedAdapters:
         known = self._loaded.get(request.lora_int_id)
         if known is not None:
             self._require_same(known, request)
-            self._use(known, in_use)
+            self._use(known)
+            self._make_room(in_use)
             return known
         read = self._reader.read(Path(request.path), most_rank=self._max_rank)
         loaded = LoadedAdapter(next(self._numbers), request, read.adapter, read.digest, read.num_bytes)
-        self._use(loaded, in_use)
+        self._use(loaded)
+        self._make_room(in_use)
         logger.info(
             "adapter %s (lora_int_id %d): rank %d, %d modules%s, %.1f MiB; %d loaded, %.1f MiB",
             shown(request.lora_name),
@@ -89,22 +93,28 @@ class LoadedAdapters:
         )
         return loaded
 
-    def keep(self, adapter: LoadedAdapter, in_use: Mapping[int, int]) -> None:
-        """Make sure that `adapter`, which `load` has returned, is loaded: it may have had to make room since. Raises
-        RequestError where another has its id by now."""
+    def keep(self, adapter: LoadedAdapter, in_use: InUse) -> LoadedAdapter:
+        """`adapter`, which `load` has returned, loaded again if it had to make room since; or the same weights, loaded
+        under its id meanwhile. Raises RequestError where others have its id by now."""
         known = self._loaded.get(adapter.request.lora_int_id)
-        if known is not None and known is not adapter:
+        if known is None:
+            self._use(adapter)
+            self._make_room(in_use)
+            return adapter
+        if known is not adapter and (known.request, known.digest) != (adapter.request, adapter.digest):
             raise RequestError(
-                f"lora_int_id={adapter.request.lora_int_id} was loaded anew since the prompt was parsed; parse it again"
+                f"lora_int_id={adapter.request.lora_int_id} has other weights than when the prompt was parsed; parse "
+                "it again"
             )
-        self._use(adapter, in_use)
+        self._use(known)
+        return known
 
-    def remove(self, lora_int_id: int, in_use: Mapping[int, int]) -> bool:
+    def remove(self, lora_int_id: int, in_use: InUse) -> bool:
         """False where no such adapter is loaded. Raises RequestError while requests use it."""
         known = self._loaded.get(lora_int_id)
         if known is None:
             return False
-        if num_requests := in_use.get(known.number, 0):
+        if num_requests := in_use().get(known.number, 0):
             raise RequestError(
                 f"lora_int_id={lora_int_id}: {num_requests} unfinished requests use {shown(known.request.lora_name)}; "
                 "step until they have finished, or abort them"
@@ -129,16 +139,21 @@ class LoadedAdapters:
                 f"or call remove_lora({request.lora_int_id}) first"
             )
 
-    def _use(self, adapter: LoadedAdapter, in_use: Mapping[int, int]) -> None:
-        """Make it the one used last, loaded if it is not; those used least recently make room where there are too
-        many."""
+    def _use(self, adapter: LoadedAdapter) -> None:
+        """Make it the one used last, loaded if it is not."""
         self._running[adapter.number] = adapter.adapter
         self._loaded[adapter.request.lora_int_id] = adapter
         self._loaded.move_to_end(adapter.request.lora_int_id)
+
+    def _make_room(self, in_use: InUse) -> None:
+        """Where there are too many, those used least recently go, but not the one used last."""
+        if len(self._loaded) <= self._max_loaded:
+            return
+        used = in_use()
         for lora_int_id, other in list(self._loaded.items())[:-1]:
             if len(self._loaded) <= self._max_loaded:
                 return
-            if not other.is_pinned and not in_use.get(other.number, 0):
+            if not other.is_pinned and not used.get(other.number, 0):
                 logger.info("adapter %s makes room", shown(other.request.lora_name))
                 self._drop(lora_int_id)
 

@@ -261,8 +261,8 @@ def test_adapters_come_and_go_while_requests_run(adapters):
 
 def test_more_adapters_than_stay_loaded_in_one_call(adapters):
     with LLM(adapters.folder / "model", enable_lora=True, max_loras=1, max_cpu_loras=1, **ARGUMENTS) as llm:
-        outputs = llm.generate(PROMPTS, PARAMS, lora_request=adapters.requests, use_tqdm=False)
-        for output, model in zip(outputs, adapters.models, strict=True):
+        outputs = llm.generate(PROMPTS * 2, PARAMS, lora_request=adapters.requests * 2, use_tqdm=False)
+        for output, model in zip(outputs, adapters.models * 2, strict=True):
             assert_computed_by(output, model)
         llm.engine.add_lora(adapters.requests[0])
         assert llm.engine.list_loras() == {1}
