@@ -4,6 +4,7 @@ from lamella.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamS
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine, EngineStats
 from lamella.engine.llm import LLM
+from lamella.engine.lora_request import LoRARequest
 from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from lamella.engine.prompts import Prompt as PromptType
 from lamella.engine.prompts import TextPrompt, TokensPrompt
@@ -44,6 +45,7 @@ __all__ = [
     "InvariantError",
     "LLMEngine",
     "LamellaError",
+    "LoRARequest",
     "Logprob",
     "ModelLoadError",
     "PromptType",

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from lamella import LLM, SamplingParams, __version__
+from lamella import LLM, LoRARequest, SamplingParams, __version__
 from lamella.argument_checks import nearest_name
 from lamella.benchmark.dataset_options import DatasetOptions
 from lamella.benchmark.throughput import ThroughputArgs, run_throughput
@@ -77,6 +77,7 @@ ENGINE_GROUPS = {
         "kv_split",
         "swa_full_tokens_ratio",
     ],
+    "Adapters": ["enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"],
     "Speed and checks": ["attention_backend", "async_scheduling", "enforce_eager", "check_invariants"],
 }
 engine_options = FieldOptions(EngineConfig, groups=ENGINE_GROUPS, shown_defaults={"scheduling_policy": "prefix"})
@@ -171,10 +172,24 @@ def cli() -> None:
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object a line.", cls=GroupedOption, group=INPUT_GROUP
 )
+@click.option(
+    "--lora",
+    metavar="NAME=FOLDER",
+    help="A LoRA adapter, as PEFT saves one, for all prompts; enables adapters.",
+    cls=GroupedOption,
+    group="Adapters",
+)
 @sampling_options
 @engine_options
 @click.pass_context
-def generate(ctx: click.Context, prompts: tuple[str, ...], prompts_file: Path | None, as_json: bool, **_: Any) -> None:
+def generate(
+    ctx: click.Context,
+    prompts: tuple[str, ...],
+    prompts_file: Path | None,
+    as_json: bool,
+    lora: str | None,
+    **_: Any,
+) -> None:
     """Complete prompts."""
     placed = placed_prompts(prompts, prompts_file)
     if not placed:
@@ -183,13 +198,23 @@ def generate(ctx: click.Context, prompts: tuple[str, ...], prompts_file: Path | 
         params = SamplingParams(**sampling_options.given(ctx))
     except LamellaError as error:  # caught here, since its --seed is not the engine's
         raise Refusal(with_flags(str(error), sampling_options.flags)) from error
-    with LLM(**engine_options.given(ctx)) as llm:
+    engine_arguments, adapter = engine_options.given(ctx), None if lora is None else _adapter(lora)
+    if adapter is not None:
+        engine_arguments["enable_lora"] = True
+    with LLM(**engine_arguments) as llm:
         try:
-            outputs = llm.generate([prompt for prompt, _ in placed], params)
+            outputs = llm.generate([prompt for prompt, _ in placed], params, lora_request=adapter)
         except LamellaError as error:
             raise type(error)(with_place(error, placed)) from error
         for output in outputs:
             click.echo(json.dumps(_output_json(output), ensure_ascii=False) if as_json else _output_text(output))
+
+
+def _adapter(lora: str) -> LoRARequest:
+    name, is_given, folder = lora.partition("=")
+    if not (name and is_given and folder):
+        raise click.UsageError(f"--lora {lora!r}: give NAME=FOLDER")
+    return LoRARequest(name, 1, folder)
 
 
 @cli.command(cls=GroupedCommand, flags=PLAN_FLAGS)

@@ -37,7 +37,11 @@ WHOLE_NUMBERS = {
     "swa_eviction_interval": WholeRange(1, MOST_TOKENS),
     "kv_cache_memory_bytes": WholeRange(1, 2**50),
     "retention_grid_tokens": WholeRange(1, MOST_TOKENS),
+    "max_loras": WholeRange(1, 2**16),
+    "max_cpu_loras": WholeRange(1, 2**16),
+    "max_lora_rank": WholeRange(1, 2**16),
 }
+MAX_CPU_LORAS = 16
 MAX_MODEL_LEN = WholeRange(-1, MOST_TOKENS, f'a whole number from 1 to {MOST_TOKENS}, or "auto" (or -1)')
 _FRACTIONS = ("kv_cache_memory_fraction", "gpu_memory_utilization")
 _TRUTH_VALUES = (
@@ -46,6 +50,7 @@ _TRUTH_VALUES = (
     "windowed_replay",
     "enforce_eager",
     "check_invariants",
+    "enable_lora",
     "async_scheduling",
 )
 
@@ -102,6 +107,11 @@ class EngineConfig:
     async_scheduling: plan and launch a step while the one before it runs; None: on CUDA only. Outputs are the same.
     structured_outputs_config: what `SamplingParams.structured_outputs` may take, as a dict: see
         StructuredOutputsConfig.
+    enable_lora: take requests with a lora_request, on native families.
+    max_loras: most different adapters among the requests that run at once; others wait. None: as many as they have.
+    max_cpu_loras: most adapters that stay loaded; those that requests use and pinned ones do in any case. At least
+        max_loras; None: max_loras, or 16.
+    max_lora_rank: largest rank of an adapter; None: any.
     cache_dir: folder for converted weights; None: the user's cache folder.
     check_invariants: check the KV bookkeeping after every step (slow; for tests and debugging).
     """
@@ -136,6 +146,10 @@ class EngineConfig:
     attention_backend: str = "auto"
     async_scheduling: bool | None = None
     structured_outputs_config: StructuredOutputsConfig | Mapping[str, Any] | None = None
+    enable_lora: bool = False
+    max_loras: int | None = None
+    max_cpu_loras: int | None = None
+    max_lora_rank: int | None = None
     cache_dir: str | None = None
     check_invariants: bool = False
 
@@ -145,6 +159,12 @@ class EngineConfig:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
                 "a step must have room for one token of every running request"
+            )
+
+        if self.max_loras is not None and self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras={self.max_cpu_loras} is below max_loras={self.max_loras}: adapters that run are "
+                "loaded; give at least as many"
             )
 
     def _check_values(self) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,7 +16,9 @@ from lamella.argument_checks import shown
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine_inspection import EngineInspection
 from lamella.engine.held_interrupts import HeldInterrupts
+from lamella.engine.loaded_adapters import LoadedAdapter
 from lamella.engine.logits_processors import logits_functions
+from lamella.engine.lora_request import LoRARequest
 from lamella.engine.model_opening import ServedConfig
 from lamella.engine.model_setup import LoadedEngine, load_engine
 from lamella.engine.output_processor import OutputProcessor
@@ -24,7 +26,7 @@ from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, parse_prompt
 from lamella.engine.request_rules import RuleMaker, make_prompt_scores
 from lamella.engine.sampling_params import SamplingParams
-from lamella.engine.scheduling.request import Request
+from lamella.engine.scheduling.request import NO_ADAPTER, Request
 from lamella.engine.scheduling.request_rows import RunningTokens, require_fitting
 from lamella.engine.structured.compiler import GrammarCompiler
 from lamella.engine.structured.config import StructuredOutputsConfig
@@ -129,22 +131,29 @@ class Engine:
     # Requests
 
     def add_request(
-        self, request_id: str, prompt: Any, params: SamplingParams | None = None, **vllm_arguments: Any
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        **vllm_arguments: Any,
     ) -> None:
         """Queue a request. Raises RequestError, with nothing changed, if it cannot be run as given.
 
         prompt: a string, token ids, {"prompt": ...} or {"prompt_token_ids": ...}, the dicts with an
-        optional "cache_salt". params: None: `get_default_sampling_params()`. vLLM's other arguments are accepted as
-        long as their values ask for nothing.
+        optional "cache_salt". params: None: `get_default_sampling_params()`. lora_request: the adapter to run with,
+        loaded if it is not; ModelLoadError where it cannot be. vLLM's other arguments are accepted as long as their
+        values ask for nothing.
         """
         if vllm_arguments:
-            known = ("request_id", "prompt", "params")
+            known = ("request_id", "prompt", "params", "lora_request")
             refuse_foreign("add_request", vllm_arguments, known=known, foreign=ADD_REQUEST_ARGUMENTS)
         params = self.get_default_sampling_params() if params is None else params
-        self.add_parsed(request_id, self.parse(prompt, params), params)
+        self.add_parsed(request_id, self.parse(prompt, params, lora_request), params)
 
-    def parse(self, prompt: Any, params: SamplingParams) -> ParsedPrompt:
-        """Check a prompt and its parameters against this model, without queueing anything."""
+    def parse(self, prompt: Any, params: SamplingParams, lora_request: LoRARequest | None = None) -> ParsedPrompt:
+        """Check a prompt and its parameters against this model, without queueing anything. An adapter is loaded."""
         loaded = self._require_open()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {type(params).__name__}: must be a SamplingParams")
@@ -168,7 +177,8 @@ class Engine:
             )
         form = StructuredOutputsParams.of(params.structured_outputs)
         new_grammar = None if form is None else self._grammars.compile(form)
-        return dataclasses.replace(parsed, rules=rules, new_grammar=new_grammar)
+        adapter = None if lora_request is None else self.load_adapter(lora_request)
+        return dataclasses.replace(parsed, rules=rules, new_grammar=new_grammar, adapter=adapter)
 
     @in_turn
     def add_parsed(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams) -> None:
@@ -179,6 +189,9 @@ class Engine:
             raise RequestError(f"request_id={request_id!r}: must be a string")
         if request_id in self._outputs:
             raise RequestError(f"request_id={request_id!r} is in use: wait for it to finish or choose another")
+        adapter = prompt.adapter
+        if adapter is not None:
+            adapter = loaded.adapters.keep(adapter, self._adapters_in_use)
         num_prompt_tokens = len(prompt.token_ids)
         if params.logprobs == -1:
             params = dataclasses.replace(params, logprobs=vocab_size)
@@ -197,7 +210,8 @@ class Engine:
                 eos_token_ids=frozenset(() if params.ignore_eos else loaded.model_config.eos_token_ids),
                 stop_token_ids=frozenset(params.stop_token_ids or ()),
                 arrival_time=now,
-                salt=prompt.cache_salt,
+                salt=prompt.salt,
+                adapter_id=NO_ADAPTER if adapter is None else adapter.number,
                 grammar=None if prompt.new_grammar is None else prompt.new_grammar(),
                 rules=prompt.rules,
                 logits_functions=logits_functions(params.logits_processors),
@@ -207,7 +221,9 @@ class Engine:
             for index in range(params.n)
         ]
         require_fitting(requests[0])
-        conversation = self._outputs.new_conversation(prompt.text, params, requests)
+        conversation = self._outputs.new_conversation(
+            prompt.text, params, requests, None if adapter is None else adapter.request
+        )
         num_arrived = self._num_arrived
         try:
             self._books = _Books.HALF_DONE
@@ -346,6 +362,44 @@ class Engine:
             except Exception:  # most often it is the error that is being handled already
                 logger.debug("a step in flight that is dropped failed", exc_info=True)
             self._launched.popleft()
+
+    # Adapters
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter ahead of the requests that use it. Returns whether it was not loaded yet.
+
+        Raises ModelLoadError where it cannot be read or is not for this model, RequestError where another adapter has
+        its lora_int_id, or adapters are not enabled.
+        """
+        is_new = isinstance(lora_request, LoRARequest) and lora_request.lora_int_id not in self.list_loras()
+        self.load_adapter(lora_request)
+        return is_new
+
+    @in_turn
+    def remove_lora(self, lora_id: int) -> bool:
+        """Let go of an adapter, pinned or not. False where none of this lora_int_id is loaded. Raises RequestError
+        while requests use it."""
+        return self._require_settled().adapters.remove(lora_id, self._adapters_in_use)
+
+    @in_turn
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded until `remove_lora`, whatever max_cpu_loras says. False where none of this
+        lora_int_id is loaded."""
+        return self._require_settled().adapters.pin(lora_id)
+
+    @in_turn
+    def list_loras(self) -> set[int]:
+        """The lora_int_ids of the adapters that are loaded."""
+        return self._require_open().adapters.ids()
+
+    @in_turn
+    def load_adapter(self, lora_request: LoRARequest) -> LoadedAdapter:
+        """The adapter for a `ParsedPrompt`, loaded if it is not. Raises as `add_lora`."""
+        return self._require_settled().adapters.load(lora_request, self._adapters_in_use)
+
+    def _adapters_in_use(self) -> Counter[int]:
+        """The numbers of the adapters of unfinished requests, and of how many each is."""
+        return Counter(request.adapter_id for request in self._outputs.unfinished())
 
     # State, reports and closing
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from lamella.argument_checks import truth_value
+from lamella.argument_checks import shown, truth_value
 from lamella.engine.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine
 from lamella.engine.generate_progress import generate_progress
+from lamella.engine.lora_request import LoRARequest
 from lamella.engine.model_opening import ServedConfig
 from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, Prompt, split_prompts
@@ -36,6 +37,7 @@ _CHAT_ARGUMENTS = (
     "continue_final_message",
     "tools",
     "chat_template_kwargs",
+    "lora_request",
 )
 
 
@@ -89,6 +91,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., tqdm[Any]] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
@@ -97,18 +100,30 @@ class LLM:
         these, mixed freely. sampling_params: one for all, or one per prompt; None: the model's own defaults.
         use_tqdm: show a progress bar that moves with tokens on stderr, or, where that is no terminal, a line every ten
         seconds; or make the bar with this callable, which then counts prompts.
-        All prompts are checked before anything runs: RequestError names the first bad one.
+        lora_request: the adapter to run with, one for all or one per prompt, None among them for the model alone.
+        All prompts are checked before anything runs, and adapters loaded: RequestError names the first bad prompt,
+        ModelLoadError what is wrong with an adapter.
         """
-        known = ("prompts", "sampling_params", "use_tqdm")
+        known = ("prompts", "sampling_params", "use_tqdm", "lora_request")
         refuse_foreign("generate", vllm_arguments, known=known, foreign=GENERATE_ARGUMENTS)
         split = split_prompts(prompts)
         all_params = self._params_per_prompt(sampling_params, len(split))
+        requests = _adapter_per_prompt(lora_request, len(split))
         parsed: list[ParsedPrompt] = []
         for index, (prompt, params) in enumerate(zip(split, all_params, strict=True)):
             try:
                 parsed.append(self.engine.parse(prompt, params))
             except RequestError as error:
                 raise type(error)(f"prompts[{index}]: {error}") from error
+        if lora_request is not None:
+            # Each is loaded once, however many stay loaded.
+            adapters = {
+                request: self.engine.load_adapter(request) for request in dict.fromkeys(requests) if request is not None
+            }
+            parsed = [
+                prompt if request is None else dataclasses.replace(prompt, adapter=adapters[request])
+                for prompt, request in zip(parsed, requests, strict=True)
+            ]
         return self._run(parsed, all_params, use_tqdm)
 
     def score(
@@ -191,6 +206,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, rendered with the model's chat template.
@@ -199,6 +215,7 @@ class LLM:
         chat_template: a Jinja template to use instead, or the name of one of the model's. continue_final_message: go on
         with the last message instead of answering it, which needs add_generation_prompt=False. tools: JSON schemas, or
         functions with type hints and a docstring. chat_template_kwargs: further variables for the template.
+        lora_request: as `generate` takes it.
         """
         refuse_foreign("chat", vllm_arguments, known=_CHAT_ARGUMENTS, foreign=CHAT_ARGUMENTS)
         truth_value("add_generation_prompt", add_generation_prompt, RequestError)
@@ -224,7 +241,7 @@ class LLM:
             # Chat templates write the special tokens themselves.
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def reset_prefix_cache(self, **vllm_arguments: Any) -> bool:
         """Forget cached prefixes; True when none is left."""
@@ -302,6 +319,26 @@ class LLM:
                 "leave the engine to generate until it returns"
             )
         return [finished[request_id] for request_id in ids]
+
+
+def _adapter_per_prompt(
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
+) -> Sequence[LoRARequest | None]:
+    given: list[Any] = list(lora_request) if isinstance(lora_request, (list, tuple)) else [lora_request]
+    for request in given:
+        if not (request is None or isinstance(request, LoRARequest)):
+            raise RequestError(
+                f"lora_request={shown(request)} is a {type(request).__name__}; give a LoRARequest(lora_name, "
+                "lora_int_id, lora_path), or a list of them"
+            )
+    if not isinstance(lora_request, (list, tuple)):
+        return given * num_prompts
+    if len(lora_request) != num_prompts:
+        raise RequestError(
+            f"lora_request has {len(lora_request)} entries for {num_prompts} prompts: give one for all, or one per "
+            "prompt"
+        )
+    return given
 
 
 def _split_conversations(messages: Any) -> list[Sequence[Message]]:

@@ -19,6 +19,7 @@ from lamella.attention.contract import AttentionBackend
 from lamella.engine.config import EngineConfig
 from lamella.errors import ConfigError
 from lamella.kv_cache.spec import KVCacheSpec
+from lamella.model_executor.adapters.adapter_reader import AdapterReader, NativeAdapterReader
 from lamella.model_executor.layers.choice import choose_operators
 from lamella.model_executor.layers.description import Model
 from lamella.model_executor.layers.stack import Stack
@@ -38,7 +39,8 @@ ServedConfig = ModelConfig | TransformersConfig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """attention_specs: what each layer sees. kv_sharing: layer -> the layer whose KV it reads. prunes: as for
-    ModelRunner. is_capturable: whether its decode steps can be captured as CUDA graphs."""
+    ModelRunner. is_capturable: whether its decode steps can be captured as CUDA graphs. adapters: what reads adapters
+    for it; None: it runs without."""
 
     runnable: RunnableModel
     backend: AttentionBackend
@@ -47,6 +49,7 @@ class LoadedModel:
     kv_scales: Sequence[KVScales] | None = None
     prunes: bool = True
     is_capturable: bool = True
+    adapters: AdapterReader | None = None
 
 
 class OpenedModel(Protocol):
@@ -105,6 +108,7 @@ class _NativeModel:
             attention_specs=specs,
             kv_sharing=kv_sharing(config),
             kv_scales=kv_scales,
+            adapters=NativeAdapterReader(model, operators, weight_map(config)),
         )
 
 
@@ -125,6 +129,12 @@ class _TransformersBackendModel:
             raise ConfigError(
                 f"quantization={engine.quantization!r} is for native families, and transformers' code runs "
                 f"{self._checked.run_by.model_class.__name__} here; leave it out"
+            )
+        if engine.enable_lora:
+            raise ConfigError(
+                "enable_lora=True is for native families, and transformers' code runs "
+                f"{self._checked.run_by.model_class.__name__} here, whose linear layers lamella does not call itself; "
+                "merge the adapter into the model"
             )
         stored = kv_dtype or dtype
         runnable, specs, owners = load_checked(self._checked, dtype, device, itemsize_bytes=stored.itemsize)

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from lamella.attention.kv_dtype import KV_CACHE_DTYPES
-from lamella.engine.config import EngineConfig
+from lamella.engine.config import MAX_CPU_LORAS, EngineConfig
+from lamella.engine.loaded_adapters import LoadedAdapters
 from lamella.engine.model_opening import ServedConfig, open_model
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduling.scheduler import Scheduler
@@ -48,6 +49,7 @@ class LoadedEngine:
     manager: BlockManager
     scheduler: Scheduler
     runner: ModelRunner
+    adapters: LoadedAdapters
 
     def let_go(self) -> None:
         """Let go of everything, so that the memory is free even if somebody still holds this object."""
@@ -130,6 +132,7 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
         chunk_tokens=size.chunk_tokens,
         scheduling_policy=config.scheduling_policy,
         short_text_tokens=model_config.short_text_tokens,
+        max_loras=config.max_loras,
     )
     arena = allocate_arena(layout, size.num_slabs, device, step_pages_bytes=size.step_pages_bytes)
     runner = ModelRunner(
@@ -147,7 +150,13 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
     if uses_graphs:
         _capture_graphs(runner, max_batch, profile, device)
     model_config = _with_tokenizer_end(model_config, tokenizer)
-    return LoadedEngine(tokenizer, model_config, default_params, layout, size, manager, scheduler, runner)
+    adapters = LoadedAdapters(
+        loaded.adapters if config.enable_lora else None,
+        runner.adapters,
+        max_loaded=config.max_cpu_loras or config.max_loras or MAX_CPU_LORAS,
+        max_rank=config.max_lora_rank,
+    )
+    return LoadedEngine(tokenizer, model_config, default_params, layout, size, manager, scheduler, runner, adapters)
 
 
 def _with_tokenizer_end(model_config: ServedConfig, tokenizer: Tokenizer) -> ServedConfig:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lamella.engine.detokenizer import IncrementalDetokenizer
+from lamella.engine.lora_request import LoRARequest
 from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
 from lamella.engine.scheduling.new_tokens import NewTokens
@@ -66,6 +67,7 @@ class Conversation:
     stops: StopStrings | None  # those of `params`, prepared
     samples: list[_Sample]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # once they are complete
+    lora_request: LoRARequest | None = None
 
     @property
     def request_id(self) -> str:
@@ -112,10 +114,16 @@ class OutputProcessor:
         """Whether there are outputs that nobody has taken."""
         return bool(self._outputs)
 
-    def new_conversation(self, prompt: str | None, params: SamplingParams, requests: list[Request]) -> Conversation:
+    def new_conversation(
+        self,
+        prompt: str | None,
+        params: SamplingParams,
+        requests: list[Request],
+        lora_request: LoRARequest | None = None,
+    ) -> Conversation:
         stops = self._prepare_stops(params)
         ids = requests[0].token_ids[: requests[0].num_prompt_tokens].tolist()
-        return Conversation(prompt, ids, params, stops, [_Sample(request) for request in requests])
+        return Conversation(prompt, ids, params, stops, [_Sample(request) for request in requests], lora_request)
 
     def add(self, conversation: Conversation) -> None:
         self._conversations[conversation.request_id] = conversation
@@ -300,6 +308,7 @@ class OutputProcessor:
             ),
             num_cached_tokens=first.num_cached_tokens or 0,
             prompt_logprobs=prompt_logprobs,
+            lora_request=conversation.lora_request,
         )
 
     def _prompt_logprobs(self, conversation: Conversation) -> list[dict[int, Logprob] | None] | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+from lamella.engine.lora_request import LoRARequest
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -74,7 +76,7 @@ class RequestOutput:
 
     prompt: the text if text was given, else None. outputs: one per sample, in order of index.
     finished: every sample has finished. metrics: None unless the engine keeps statistics.
-    num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+    num_cached_tokens: prompt tokens whose KV came from the prefix cache. lora_request: the adapter it ran with.
     prompt_logprobs: per token of the prompt, the asked-for top tokens and the token itself by token id, None for the
         first token and those before prompt_logprob_start; with RequestOutputKind.DELTA in the first output alone. None
         unless asked for.
@@ -89,9 +91,9 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    lora_request: LoRARequest | None = None
 
     prompt_token_id_logprobs: ClassVar[None] = None
-    lora_request: ClassVar[None] = None
     encoder_prompt: ClassVar[None] = None
     encoder_prompt_token_ids: ClassVar[None] = None
     multi_modal_placeholders: ClassVar[None] = None

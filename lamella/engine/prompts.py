@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from lamella.argument_checks import nearest_name, shown
+from lamella.engine.loaded_adapters import LoadedAdapter
 from lamella.engine.scheduling.token_rules import TokenRules
 from lamella.engine.structured.output_grammar import OutputGrammar
 from lamella.engine.vllm_request_arguments import PROMPT_KEYS
@@ -37,13 +38,22 @@ class ParsedPrompt:
     """text: None where only token ids were given. token_ids: int32 [n], n >= 1.
     cache_salt: prefixes are shared only between prompts of equal salt.
     rules: what the request's parameters ask of the choice of tokens, for this model; None: nothing.
-    new_grammar: makes the state of a sample in the grammar that its output is to follow; None: it follows none."""
+    new_grammar: makes the state of a sample in the grammar that its output is to follow; None: it follows none.
+    adapter: what it runs with; None: the model alone."""
 
     text: str | None
     token_ids: np.ndarray
     cache_salt: str | None
     new_grammar: Callable[[], OutputGrammar] | None = None
     rules: TokenRules | None = None
+    adapter: LoadedAdapter | None = None
+
+    @property
+    def salt(self) -> str | None:
+        """What tells the KV of the prompt from that of others of the same tokens."""
+        if self.adapter is None:
+            return self.cache_salt
+        return f"{self.cache_salt or ''}\0lora:{self.adapter.digest}"
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
@@ -67,8 +77,10 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, *, vocab_size: int, max_mode
     if isinstance(prompt, Mapping):
         _check_keys(prompt)
         salt = prompt.get("cache_salt")
-        if salt is not None and (not isinstance(salt, str) or not salt):
-            raise RequestError(f"cache_salt={shown(salt)}: must be a string that is not empty")
+        if salt is not None and (not isinstance(salt, str) or not salt or "\0" in salt):
+            raise RequestError(
+                f"cache_salt={shown(salt)}: must be a string that is not empty and holds no null character"
+            )
         text = prompt.get("prompt")
         tokens = prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):

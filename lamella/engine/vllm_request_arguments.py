@@ -35,9 +35,7 @@ SAMPLING_ARGUMENTS: dict[str, Absent] = {
     **absent("there are no experts", routed_experts_prompt_start=(0,)),
 }
 
-_LORA = absent(
-    "there are no adapters: merge their weights into the model's", lora_request=(), prompt_adapter_request=()
-)
+_PROMPT_ADAPTER = absent("adapters are LoRA's: give a lora_request", prompt_adapter_request=())
 _PRIORITY = absent(
     'scheduling_policy="prefix" or "fcfs" orders requests, and the order of adding them; there are no priorities',
     priority=(0,),
@@ -50,7 +48,7 @@ _NO_MEDIA = "prompts are text or token ids: there are no images, sound or embedd
 
 # Arguments of LLM.generate, which LLM.chat takes as well.
 GENERATE_ARGUMENTS: dict[str, Absent] = {
-    **_LORA,
+    **_PROMPT_ADAPTER,
     **_PRIORITY,
     **_TOKENIZATION,
     **absent(_NO_MEDIA, mm_processor_kwargs=()),
@@ -63,14 +61,15 @@ CHAT_ARGUMENTS: dict[str, Absent] = {
 }
 # Arguments of LLM.beam_search, which the newest releases read no longer have.
 BEAM_SEARCH_ARGUMENTS: dict[str, Absent] = {
-    **_LORA,
+    **_PROMPT_ADAPTER,
+    **absent("beams are searched with the model alone; merge an adapter's weights into it", lora_request=()),
     **_TOKENIZATION,
     **absent("max_num_seqs bounds how many beams run at once", concurrency_limit=ANY),
 }
 
 # Arguments of LLMEngine.add_request.
 ADD_REQUEST_ARGUMENTS: dict[str, Absent] = {
-    **_LORA,
+    **_PROMPT_ADAPTER,
     **_PRIORITY,
     **_TOKENIZATION,
     **absent("a request arrives when it is added", arrival_time=ANY),

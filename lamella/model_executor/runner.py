@@ -22,6 +22,7 @@ from lamella.model_executor.decode_graphs import (
     batch_sizes,
 )
 from lamella.model_executor.device_tables import DeviceTables
+from lamella.model_executor.layers.adapters import Adapter, RowAdapters
 from lamella.model_executor.layers.contract import HeadScores
 from lamella.model_executor.receptive_field import ReceptiveField
 from lamella.model_executor.sampling.head_sampling import sample_from_head
@@ -57,10 +58,11 @@ class RunnableModel(Protocol):
         positions: torch.Tensor,
         step: StepAttention,
         is_long: torch.Tensor | None = None,
+        adapters: RowAdapters | None = None,
     ) -> torch.Tensor:
         """token_ids, positions: int64 [T], the tokens that the first layer takes in; is_long: bool [T], which take the
-        rotary embedding of long texts, None: none. Returns [S, width], a row for each token that leaves the last
-        layer."""
+        rotary embedding of long texts, None: none; adapters: of the T tokens, None: none has one. Returns [S, width], a
+        row for each token that leaves the last layer."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | HeadScores:
@@ -115,6 +117,7 @@ class ModelRunner:
         self.prunes = prunes
         self.device = arena.device
         self.graphs: DecodeGraphs | None = None
+        self.adapters: dict[int, Adapter] = {}  # by the numbers that plans name them by
         self._upload = StepUpload(arena.device)
         self.tables = DeviceTables(arena.device, layout)
         # Kernels for devices read what is sent to one, and so they do where they are interpreted on a CPU.
@@ -172,8 +175,8 @@ class ModelRunner:
         """Give the step to the device. Tokens that `plan.token_sources` names are samples of the step launched
         before."""
         self._copy_pages(plan)
-        # Graphs were captured with the rotary embedding of short texts.
-        graphs = None if plan.is_long_text is not None else self.graphs
+        # Graphs were captured with the rotary embedding of short texts, and without adapters.
+        graphs = None if plan.is_long_text is not None or plan.adapter_ids is not None else self.graphs
         size = None if graphs is None else graphs.size_for(plan)
         hidden = self._run_eager(plan) if size is None else self._run_graph(plan, size)
         launched = self._sample(hidden, plan)
@@ -263,9 +266,13 @@ class ModelRunner:
         needed_tokens: Mapping[int, np.ndarray] = ALL_TOKENS,
         plan: StepPlan | None = None,
     ) -> torch.Tensor:
-        """plan: where texts may take the rotary embedding of long ones."""
+        """plan: where texts may take the rotary embedding of long ones, or have adapters."""
         token_ids, positions = inputs.token_ids, inputs.positions
-        is_long = None
+        is_long = adapters = None
+        if plan is not None and plan.adapter_ids is not None:
+            of_tokens = np.repeat(plan.adapter_ids, np.diff(plan.query_start))
+            ids = of_tokens[needed_tokens[0]] if 0 in needed_tokens else of_tokens
+            adapters = RowAdapters(ids, self.adapters, token_ids.device)
         if plan is not None and plan.is_long_text is not None:
             of_tokens = np.repeat(plan.is_long_text, np.diff(plan.query_start))
             is_long = to_device(of_tokens[needed_tokens[0]] if 0 in needed_tokens else of_tokens, token_ids.device)
@@ -273,9 +280,11 @@ class ModelRunner:
             rows = to_device(needed_tokens[0], token_ids.device)
             token_ids, positions = token_ids[rows], positions[rows]
         attention = StepAttention(self.backend, self.layout, self.places, inputs.metadata, needed_tokens)
-        if is_long is None:
+        if is_long is None and adapters is None:
             return self.model(token_ids, positions, attention)
-        return self.model(token_ids, positions, attention, is_long)
+        if adapters is None:
+            return self.model(token_ids, positions, attention, is_long)
+        return self.model(token_ids, positions, attention, is_long, adapters)
 
     def _with_last_samples(self, token_sources: np.ndarray, token_ids: torch.Tensor) -> torch.Tensor:
         """`token_ids` (int64 [T]) with the last step's samples in the places that `token_sources` gives (see

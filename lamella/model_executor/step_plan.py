@@ -160,6 +160,8 @@ class StepPlan:
     # bool [R]: whose texts take the rotary embedding of long ones, where a model has two. None: none do.
     is_long_text: np.ndarray | None = None
     scored: ScoredTokens | None = None
+    # int64 [R]: each request's adapter, by its number in the runner; 0: it has none. None: no request has one.
+    adapter_ids: np.ndarray | None = None
     # None: no block manager made the plan. Request i's tables are row i's, and nothing is known of what was there.
     tables: TableVersions | None = None
 

@@ -22,6 +22,7 @@ from lamella.native.attention import MAX_INT, Batch, Pages
 from lamella.native.layer_linear import LinearLayer, LinearStructure
 from lamella.native.layers import LayerTail, TailStructure
 from lamella.native.library import PANEL, Float, Int, Pointer
+from lamella.native.low_rank import StepAdapters
 
 
 # These structures mirror those of csrc/layers.cpp.
@@ -151,15 +152,24 @@ class LayerStep:
 
 @functools.cache
 def _function() -> Callable[..., int]:
-    return require_library().function("run_layers", Pointer, Pointer, Int, Pointer, Pointer, Int, restype=Int)
+    return require_library().function(
+        "run_layers", Pointer, Pointer, Int, Pointer, Pointer, Int, Pointer, Int, restype=Int
+    )
 
 
-def run_layers(layers: Sequence[PagedLayer], steps: Sequence[LayerStep], x: Tensor, normed: Tensor) -> None:
+def run_layers(
+    layers: Sequence[PagedLayer],
+    steps: Sequence[LayerStep],
+    x: Tensor,
+    normed: Tensor,
+    adapters: StepAdapters | None = None,
+    first_layer: int = 0,
+) -> None:
     """All rows through one layer after the other, each with its step.
 
     x [T, width] is the residual stream, normed [T, width] its norm: the first layer's input, and in the end what
-    follows the last. Both contiguous float32; they change in place. Raises MemoryError where there is none for
-    attention's tiles.
+    follows the last. Both contiguous float32; they change in place. adapters: of the rows; first_layer: which of the
+    layers that these have is the first here. Raises MemoryError where there is none for attention's tiles.
     """
     num_layers, num_rows = len(layers), x.shape[0]
     for layer, step in zip(layers, steps, strict=True):
@@ -181,10 +191,16 @@ def run_layers(layers: Sequence[PagedLayer], steps: Sequence[LayerStep], x: Tens
         raise InvariantError(f"normed has {normed.shape[0]} rows; x has {num_rows}")
     if not num_rows or not num_layers:
         return
+    if adapters is not None and (adapters.num_rows != num_rows or first_layer + num_layers > adapters.num_layers):
+        raise InvariantError(
+            f"adapters of {adapters.num_rows} rows and {adapters.num_layers} layers came with {num_rows} rows and "
+            f"layers up to {first_layer + num_layers - 1}"
+        )
     addresses = Pointer * num_layers
     if _function()(
         addresses(*(layer.address for layer in layers)),
         addresses(*(step.address for step in steps)),
-        num_layers, x.data_ptr(), normed.data_ptr(), num_rows,
+        num_layers, x.data_ptr(), normed.data_ptr(), num_rows, None if adapters is None else adapters.address,
+        first_layer,
     ):  # fmt: skip
         raise MemoryError(f"attention found no memory for {num_rows} rows")

@@ -13,11 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lamella.errors import ConfigError
+from lamella.errors import ConfigError, InvariantError
 from lamella.native.arguments import check_contiguous, check_rows, check_vector, require_library
 from lamella.native.experts import Experts
 from lamella.native.layer_linear import LinearLayer, LinearStructure
 from lamella.native.library import Float, Int, Pointer
+from lamella.native.low_rank import StepAdapters
 from lamella.native.mlp import GatedMLP, MLPStructure
 
 
@@ -36,7 +37,7 @@ class TailStructure(ctypes.Structure):
 
 @functools.cache
 def _function() -> Callable[..., None]:
-    return require_library().function("finish_layer", Pointer, Pointer, Pointer, Int, Pointer)
+    return require_library().function("finish_layer", Pointer, Pointer, Pointer, Int, Pointer, Pointer, Int)
 
 
 class LayerTail:
@@ -80,11 +81,12 @@ class LayerTail:
         self._address = ctypes.addressof(self.structure)
         self._call = _function()
 
-    def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, attended: Tensor, adapters: StepAdapters | None = None, layer: int = 0) -> Tensor:
         """Take attention's output and then the MLP's into the residual stream `x` [T, width], which changes in place.
 
         attended: [T, out_proj.num_in]. Both contiguous float32. Returns following_norm(x), or a copy of x without that
-        norm, [T, width]; all as `elementwise.add_norm` and `elementwise.gated_activation` have it.
+        norm, [T, width]; all as `elementwise.add_norm` and `elementwise.gated_activation` have it. adapters: of the
+        rows; layer: which of the layers that these have this is.
         """
         check_rows("x", x, self.width)
         check_rows("attended", attended, self.num_in)
@@ -93,7 +95,13 @@ class LayerTail:
         num_rows = x.shape[0]
         if attended.shape[0] != num_rows:
             raise ConfigError(f"attended has {attended.shape[0]} rows; x has {num_rows}")
+        if adapters is not None and (adapters.num_rows != num_rows or layer >= adapters.num_layers):
+            raise InvariantError(
+                f"adapters of {adapters.num_rows} rows and {adapters.num_layers} layers came with {num_rows} rows and "
+                f"layer {layer}"
+            )
         normed = torch.empty(num_rows, self.width)
+        address = None if adapters is None else adapters.address
         if num_rows:
-            self._call(self._address, x.data_ptr(), attended.data_ptr(), num_rows, normed.data_ptr())
+            self._call(self._address, x.data_ptr(), attended.data_ptr(), num_rows, normed.data_ptr(), address, layer)
         return normed

@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lamella import LLM, SamplingParams
+from lamella import LLM, LoRARequest, SamplingParams
 from lamella.attention.choice import choose_backend
 from lamella.attention.triton.tuning import choose_tile
 from lamella.errors import ConfigError
 from lamella.kv_cache.spec import FullAttentionSpec
+from tests.helpers.lora_files import save_lora
 from tests.helpers.tiny_gemma import save_tiny_gemma
 from tests.helpers.triton_cases import DEVICE
 
@@ -48,6 +49,34 @@ def test_an_engines_greedy_tokens_are_the_references(tmp_path: Path) -> None:
     expected = generate(tmp_path, prompts, max_tokens, attention_backend="reference", device="cpu")
     assert len({tuple(tokens) for tokens in expected}) == 4
     assert generate(tmp_path, prompts, max_tokens, attention_backend="triton", device=DEVICE.type) == expected
+
+
+@pytest.mark.slow
+def test_adapters_on_the_fused_path(tmp_path: Path) -> None:
+    """Two in one batch beside a request of none, with prompts in chunks."""
+    (tmp_path / "model").mkdir()
+    model = save_tiny_gemma(tmp_path / "model", num_hidden_layers=3)
+    requests: list[LoRARequest | None] = [None]
+    for index, modules in enumerate((("q_proj", "v_proj", "down_proj"), ("k_proj", "o_proj", "gate_proj", "up_proj"))):
+        save_lora(tmp_path / f"{index}", model, seed=index, spread=0.3, modules=modules)
+        requests.append(LoRARequest(f"{index}", index + 1, tmp_path / f"{index}"))
+    prompts = [np.random.default_rng(size).integers(6, 320, size=size).tolist() for size in (12, 34, 20)]
+    found = []
+    for name, device, given in (
+        ("native", "cpu", requests),
+        ("triton", DEVICE.type, requests),
+        ("native", "cpu", [None] * 3),
+    ):
+        arguments = {"max_model_len": 128, "kv_cache_memory_bytes": 2**21, "max_num_batched_tokens": 24}
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        with LLM(
+            str(tmp_path / "model"), enable_lora=True, dtype="float32", max_num_seqs=4, attention_backend=name,
+            device=device, **arguments,
+        ) as llm:  # fmt: skip
+            outputs = llm.generate(prompts, params, lora_request=given, use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+    assert [one == other for one, other in zip(found[0], found[2], strict=True)] == [True, False, False]
 
 
 def test_with_kv_in_eight_bits_as_well(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from lamella import (
     EngineArgs,
     EngineConfig,
     LLMEngine,
+    LoRARequest,
     RequestError,
     SamplingParams,
     TextPrompt,
@@ -111,7 +112,8 @@ def test_generate_takes_vllms_arguments(llm):
     )
     assert tokens(given) == expected
     for name, value, hint in (
-        ("lora_request", object(), "merge their weights"),
+        ("lora_request", object(), "give a LoRARequest"),
+        ("lora_request", LoRARequest("sql", 1, "adapter"), "enable_lora=True"),
         ("priority", [1, 0], "scheduling_policy"),
         ("tokenization_kwargs", {"truncation": True}, "give the token ids"),
         ("prompt_token_ids", [[1, 2]], "prompt_token_ids"),

@@ -92,7 +92,7 @@ def test_an_argument_that_asks_for_something_is_never_a_typing_error(name):
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens"),
         ({"speculative_config": {"method": "ngram"}}, "no speculative decoding"),
         ({"num_gpu_blocks_override": 100}, "kv_cache_memory_bytes"),
-        ({"enable_lora": True}, "merge their weights"),
+        ({"lora_target_modules": ["q_proj"]}, "as PEFT saves them"),
         ({"swap_space": 16}, "computed again"),
         ({"generation_config": "vllm"}, "give SamplingParams"),
         ({"hf_overrides": {"sliding_window": 8}}, "copy of the folder"),

@@ -34,7 +34,7 @@ class FakeLLM:
     def get_tokenizer(self):
         return SimpleNamespace(encode=lambda text: [len(word) for word in text.split()])
 
-    def generate(self, prompts, sampling_params, use_tqdm=True):
+    def generate(self, prompts, sampling_params, use_tqdm=True, lora_request=None):
         params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
         self.calls.append((prompts, params))
         time.sleep(self.generate_seconds)

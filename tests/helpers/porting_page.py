@@ -76,6 +76,10 @@ ENGINE_DIFFERENCES = {
     "async_scheduling": "None: on CUDA only",
     "enforce_eager": "nothing is compiled at run time in any case",
     "device": '"auto", "cpu", "cuda", "cuda:1"',
+    "enable_lora": "on native families",
+    "max_loras": "None by default: nothing is reserved for it",
+    "max_lora_rank": "None by default: any rank, nothing is reserved for it",
+    "max_cpu_loras": "adapters in use and pinned ones stay loaded beyond it; None: max_loras, or 16",
 }
 
 SECTIONS = [
@@ -144,6 +148,7 @@ SECTIONS = [
     Section("LLMEngine methods", dir(lamella.Engine), {
         "abort_request": "`abort` returns the last outputs",
         "reset_prefix_cache": "cached prefixes of running requests stay",
+        "remove_lora": "an error while requests use the adapter",
     }, {
         "from_vllm_config": "`from_engine_args`, or `Engine(model=...)`",
         "has_unfinished_requests_dp": "`has_unfinished_requests`",
@@ -154,7 +159,6 @@ SECTIONS = [
             "`close()` gives all memory back"),
         **dict.fromkeys(["get_metrics", "do_log_stats", "do_log_stats_with_interval"], "`stats()`"),
         **dict.fromkeys(["tokenizer", "get_tokenizer_group"], "`get_tokenizer()`"),
-        **dict.fromkeys(["add_lora", "remove_lora", "list_loras", "pin_lora"], "there are no adapters"),
         **dict.fromkeys(["collective_rpc", "apply_model"], NO_WORKERS),
         **dict.fromkeys(["set_weight_version", "get_weight_version"], "weights do not change while an engine lives"),
         **dict.fromkeys(["get_vllm_config", "get_model_config"], "`config`, `model_config`"),

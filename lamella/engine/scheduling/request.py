@@ -13,6 +13,7 @@ from lamella.engine.scheduling.token_rules import TokenRules
 from lamella.model_executor.step_plan import LogitsFunction, TokenLogprobs
 
 NO_ROW = -1
+NO_ADAPTER = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +29,7 @@ class Request:
     logits_functions: its own functions of the logits. They may have state, which is this request's alone and stays
     whatever happens to its row.
     prompt_scores: of the prompt's own tokens; None: none are wanted.
+    adapter_id: the loaded adapter that it runs with.
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class Request:
     logits_functions: tuple[LogitsFunction, ...] = ()
     grammar: SampleGrammar | None = None
     prompt_scores: PromptScores | None = None
+    adapter_id: int = NO_ADAPTER
     row: int = NO_ROW
     num_cached_tokens: int | None = None  # prompt tokens served from the cache when it first ran
     admission_index: int = -1  # how many requests first ran before it; -1 until it does

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lamella.engine.scheduling.prompt_scores import PromptScores, plan_scores
-from lamella.engine.scheduling.request import NO_ROW, Request
+from lamella.engine.scheduling.request import NO_ADAPTER, NO_ROW, Request
 from lamella.engine.scheduling.row_rules import RowRules, SampleEdits, row_rules
 from lamella.errors import RequestError
 from lamella.model_executor.step_plan import SamplingBatch, ScoredTokens, TokenLogprobs
@@ -83,6 +83,7 @@ class RequestRows:
         self.seeds = np.zeros(num_rows, dtype=np.uint64)
         self.min_tokens = np.zeros(num_rows, dtype=np.int64)
         self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
+        self.adapter_ids = np.full(num_rows, NO_ADAPTER, dtype=np.int64)
         # Views of the same memory whose items are plain ints: several times faster to read one by one than an array's.
         self.num_tokens_at, self.num_computed_at = self.num_tokens.data, self.num_computed.data
         self.num_prompt_tokens_at, self.due_at = self.num_prompt_tokens.data, self.due.data
@@ -99,6 +100,8 @@ class RequestRows:
         self._end_token_counts: Counter[int] = Counter()
         self.end_token_ids = np.zeros(0, dtype=np.int64)
         self._free_rows = list(range(self._num_rows - 1, -1, -1))
+        self.adapter_ids[:] = NO_ADAPTER
+        self._num_adapted = 0  # rows whose requests have an adapter
         # What the last step used and what depends only on which requests are in which rows; None once one came or went.
         self._sampled: _SampledRows | None = None
 
@@ -149,6 +152,8 @@ class RequestRows:
             self._num_reading += rules.reads_tokens
         if request.prompt_scores is not None and not request.prompt_scores.is_complete:
             self._prompt_scores[row] = request.prompt_scores
+        self.adapter_ids[row] = request.adapter_id
+        self._num_adapted += request.adapter_id != NO_ADAPTER
         self._sampled = None
         self._free_rows.pop()
         self.requests[row] = request
@@ -168,7 +173,20 @@ class RequestRows:
             self._num_reading -= rules.reads_tokens
         self._prompt_scores.pop(row, None)
         self._count_end_tokens(request, -1)
+        self.adapter_ids[row] = NO_ADAPTER
+        self._num_adapted -= request.adapter_id != NO_ADAPTER
         return request
+
+    def adapter_ids_of(self, rows: np.ndarray) -> np.ndarray | None:
+        """int64 [R], the adapters of `rows`; None: none of them has one."""
+        if not self._num_adapted:
+            return None
+        ids = self.adapter_ids[rows]
+        return ids if ids.any() else None
+
+    def num_adapters_with(self, adapter_id: int) -> int:
+        """How many different adapters there are in rows if a request with this one is, too."""
+        return len({*self.adapter_ids.tolist(), adapter_id} - {NO_ADAPTER})
 
     def _count_end_tokens(self, request: Request, change: int) -> None:
         num_known = len(self._end_token_counts)

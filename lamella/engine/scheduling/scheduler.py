@@ -25,7 +25,7 @@ from lamella.engine.scheduling.long_texts import LongTexts
 from lamella.engine.scheduling.new_tokens import NewTokens, append_tokens
 from lamella.engine.scheduling.planned_steps import PlannedStep, Reached
 from lamella.engine.scheduling.preemption import choose_victim
-from lamella.engine.scheduling.request import NO_ROW, Request
+from lamella.engine.scheduling.request import NO_ADAPTER, NO_ROW, Request
 from lamella.engine.scheduling.request_rows import RequestRows
 from lamella.engine.scheduling.scheduler_counters import AdmissionCounters, SchedulerCounters
 from lamella.engine.scheduling.step_builder import build_step_plan
@@ -41,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 class Scheduler:
     """chunk_tokens: the largest prefill chunk that the KV memory was sized for.
-    scheduling_policy: the order of the waiting queue, see WaitingQueue. short_text_tokens: see LongTexts.
+    scheduling_policy: the order of the waiting queue, see WaitingQueue. short_text_tokens: see LongTexts. max_loras:
+    most different adapters among running requests; None: as many as they have.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Scheduler:
         chunk_tokens: int,
         scheduling_policy: str = "fcfs",
         short_text_tokens: int | None = None,
+        max_loras: int | None = None,
     ) -> None:
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -63,6 +65,7 @@ class Scheduler:
         self._admission = Admission(manager, self.rows, leaves_growth=scheduling_policy == "prefix")
         self._scheduling_policy = scheduling_policy
         self._long_texts = LongTexts(short_text_tokens)
+        self._max_loras = max_loras
         self._one_each = np.ones(max_num_seqs, dtype=np.int64)
         self._num_generated_tokens = self._num_steps = self._num_preemptions = 0
         self._admissions = AdmissionCounters()
@@ -402,6 +405,8 @@ class Scheduler:
     def _admit(self, num_new: dict[int, int], budget: int) -> None:
         while self.queue and budget and self.rows.has_free_row:
             request, match = self.queue.next(self._num_steps)
+            if not self._may_run_adapter(request):
+                return
             if self.running and not self._admission.has_room(request, match, self.running, len(self.queue)):
                 if self._slide_running():
                     continue
@@ -431,6 +436,12 @@ class Scheduler:
             num_new[row] = chunk
             budget -= chunk
             self._count_admission(request, match)
+
+    def _may_run_adapter(self, request: Request) -> bool:
+        """Whether no more than max_loras adapters run if the request does. Else it waits, and those behind it."""
+        if self._max_loras is None or request.adapter_id == NO_ADAPTER:
+            return True
+        return self.rows.num_adapters_with(request.adapter_id) <= self._max_loras
 
     def _can_admit_ahead(self, request: Request, match: PrefixMatch) -> bool:
         """Whether the request can start while a step is in flight: it needs nothing but pages, and no planned step

@@ -53,6 +53,7 @@ def build_step_plan(
         token_sources=_token_sources(rows, reached, row_of_token, positions),
         is_long_text=is_long_text,
         scored=rows.scored_tokens(scheduled, query_start, num_computed),
+        adapter_ids=rows.adapter_ids_of(scheduled),
     )
 
 

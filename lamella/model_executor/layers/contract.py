@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
+from lamella.model_executor.layers.adapters import Adapter, LowRankUpdate, RowAdapters
 from lamella.model_executor.layers.description import DecoderLayer, Model, Norm, Projection
 from lamella.model_executor.step_attention import StepAttention
 from lamella.model_executor.weights.forms import WeightForm
@@ -18,12 +19,13 @@ class LayerInputs(NamedTuple):
     """What a layer needs of a step's T tokens beside the residual stream.
 
     query_scale: float32 [T, 1, 1], what queries are multiplied by; per_layer: [T, width], see PerLayerGate; rotary: see
-    above. Each None where the layer has no such part.
+    above. Each None where the layer has no such part. adapters: None where no token has one.
     """
 
     rotary: Rotary | None = None
     query_scale: torch.Tensor | None = None
     per_layer: torch.Tensor | None = None
+    adapters: RowAdapters | None = None
 
     def of_rows(self, rows: torch.Tensor | None) -> LayerInputs:
         """The same of the tokens `rows` (int64 [S]); None: of all."""
@@ -33,6 +35,7 @@ class LayerInputs(NamedTuple):
             None if self.rotary is None else (self.rotary[0][rows], self.rotary[1][rows]),
             None if self.query_scale is None else self.query_scale[rows],
             None if self.per_layer is None else self.per_layer[rows],
+            None if self.adapters is None else self.adapters.of_rows(rows),
         )
 
 
@@ -69,6 +72,10 @@ class Operators(Protocol):
     def unsupported(self, layer: DecoderLayer) -> str | None:
         """Why the layer runs in finer operations than these operators have for most; None: it does not. Told in the log
         when a model is loaded."""
+        ...
+
+    def adapter(self, updates: Mapping[str, LowRankUpdate], device: torch.device) -> Adapter:
+        """updates: by the name of the projection; copied in the form that suits, to `device`."""
         ...
 
     def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:

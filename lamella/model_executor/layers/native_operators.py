@@ -7,17 +7,19 @@ the textbook, operation by operation, where it is not the gated MLP with RMS nor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from lamella.attention.native_backend import NativeBackend, paged_layer
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import KVCacheSpec
+from lamella.model_executor.layers.adapters import Adapter, LowRankUpdate
 from lamella.model_executor.layers.contract import HeadScores, LayerInputs
 from lamella.model_executor.layers.description import DecoderLayer, DenseMLP, Experts, Model, Norm, Projection
 from lamella.model_executor.layers.head_transform import head_transform
 from lamella.model_executor.layers.linear_kinds import LinearKind
+from lamella.model_executor.layers.native_adapters import NativeAdapter, native_adapters
 from lamella.model_executor.layers.native_mlp import gate_of, native_experts, native_mlp
 from lamella.model_executor.layers.textbook import finish_layer
 from lamella.model_executor.models.config import GateConfig, MLPConfig, RotaryConfig
@@ -29,6 +31,7 @@ from lamella.native.elementwise import activated, add_norm, gate_attention, gate
 from lamella.native.experts import Experts as NativeExperts
 from lamella.native.layer_linear import LinearLayer
 from lamella.native.layers import LayerTail
+from lamella.native.low_rank import StepAdapters
 from lamella.native.mlp import clamped_activation
 
 
@@ -44,12 +47,14 @@ class NativeOperators:
         self._weights: dict[int, DecoderWeights] = {}  # of the layers that run as one call
         self._places: list[LayerPlace] = []  # the places that `_paged` was made for
         self._paged: dict[int, decoder.PagedLayer] = {}  # the layers that run as one call, with their pages
+        self._layers: Sequence[DecoderLayer] = ()
 
     @property
     def weight_form(self) -> WeightForm:
         return self._kind.weight_form
 
     def prepare(self, model: Model) -> None:
+        self._layers = model.layers
         following = [*(layer.input_norm for layer in model.layers[1:]), model.norm]
         for layer, next_norm in zip(model.layers, following, strict=True):
             attention = layer.attention
@@ -92,6 +97,9 @@ class NativeOperators:
         if config.query_scale is not None:
             return "queries are scaled by their positions"
         return _reason_against_one_tail(layer, None)
+
+    def adapter(self, updates: Mapping[str, LowRankUpdate], device: torch.device) -> Adapter:
+        return NativeAdapter(updates, self._layers)
 
     def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
         return self._kind.gather(table, token_ids, scale)
@@ -153,6 +161,8 @@ class NativeOperators:
         normed: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = step.output_rows(layers[-1].index)
+        adapters = inputs[0].adapters  # all layers but the last have the same tokens, and so the same adapters
+        step_adapters = None if adapters is None else native_adapters(adapters)
         num_whole = len(layers) - (rows is not None)
         first = 0
         while first < len(layers):
@@ -160,7 +170,7 @@ class NativeOperators:
             while stop < num_whole and layers[stop].index in self._weights:
                 stop += 1
             if stop > first:
-                self._run_fused(step, layers[first:stop], inputs[first:stop], x, normed)
+                self._run_fused(step, layers[first:stop], inputs[first:stop], x, normed, step_adapters)
                 first = stop
                 continue
             layer, its_rows = layers[first], rows if first == num_whole else None
@@ -168,7 +178,9 @@ class NativeOperators:
             if its_rows is not None:
                 x = x[its_rows]
             if layer.index in self._tails:
-                normed = self._tails[layer.index](x, attended)
+                if its_rows is not None and adapters is not None:
+                    step_adapters = native_adapters(adapters.of_rows(its_rows))
+                normed = self._tails[layer.index](x, attended, step_adapters, layer.index)
             else:
                 normed = normed if its_rows is None else normed[its_rows]
                 next_norm = layers[first + 1].input_norm if first + 1 < len(layers) else following
@@ -185,6 +197,7 @@ class NativeOperators:
         inputs: Sequence[LayerInputs],
         x: torch.Tensor,
         normed: torch.Tensor,
+        adapters: StepAdapters | None,
     ) -> None:
         """Run the layers as one call of the library; x and normed change in place."""
         backend = _native(step)
@@ -199,7 +212,9 @@ class NativeOperators:
             if key not in steps:
                 steps[key] = backend.layer_step(place.params, its_inputs.rotary, step.taken(layer.index))
             of_layers.append(steps[key])
-        decoder.run_layers([self._paged[layer.index] for layer in layers], of_layers, x, normed)
+        decoder.run_layers(
+            [self._paged[layer.index] for layer in layers], of_layers, x, normed, adapters, layers[0].index
+        )
 
     def _bind(self, places: list[LayerPlace]) -> None:
         """Join the layers with the pages that they have in this arena."""
@@ -224,11 +239,17 @@ class NativeOperators:
         has_kv = config.kv_owner is None
         backend, place = _native(step), step.place(layer.index, has_kv=has_kv)
         transform = head_transform(layer, inputs.rotary)
-        queries = self._linears[projection.name, 0, num_query](normed if rows is None else normed[rows])
+        adapters = inputs.adapters
+        taken = normed if rows is None else normed[rows]
+        queries = self._linears[projection.name, 0, num_query](taken)
+        if adapters is not None:
+            adapters.of_rows(rows).add_to(queries, projection.name, taken, slice(0, num_query))
         if config.qk_norm == "projection" and attention.q_norm is not None:
             queries = self.norm(queries, attention.q_norm)
         if has_kv:
             keys_values = self._linears[projection.name, num_query, projection.num_out](normed)
+            if adapters is not None:
+                adapters.add_to(keys_values, projection.name, normed, slice(num_query, projection.num_out))
             self._norm_keys_values(layer, keys_values)
             backend.write_keys_values(place.params, place.cache, keys_values, transform, step.taken(layer.index))
         if rows is not None:

@@ -9,6 +9,7 @@ import torch
 from lamella.attention.contract import AttentionParams
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.layers import per_layer_inputs
+from lamella.model_executor.layers.adapters import RowAdapters
 from lamella.model_executor.layers.contract import HeadScores, LayerInputs, Operators
 from lamella.model_executor.layers.description import Model
 from lamella.model_executor.layers.rotary import RotaryEmbeddings, query_scales
@@ -55,12 +56,13 @@ class Stack:
         positions: torch.Tensor,
         step: StepAttention,
         is_long: torch.Tensor | None = None,
+        adapters: RowAdapters | None = None,
     ) -> torch.Tensor:
         """token_ids, positions: int64 [T]. Returns [S, hidden_size], of the tokens that leave the last layer. is_long:
-        see RotaryEmbeddings.tables."""
+        see RotaryEmbeddings.tables. adapters: of the T tokens."""
         model, operators = self.model, self.operators
         x = operators.embed(model.embed_tokens, token_ids, model.config.embedding_scale)
-        inputs = self._layer_inputs(token_ids, positions, x, is_long)
+        inputs = self._layer_inputs(token_ids, positions, x, is_long, adapters)
         normed = x.clone() if self._first_norm is None else operators.norm(x, self._first_norm)
         first, num_layers = 0, len(model.layers)
         while first < num_layers:
@@ -78,7 +80,12 @@ class Stack:
         return normed
 
     def _layer_inputs(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor, is_long: torch.Tensor | None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        x: torch.Tensor,
+        is_long: torch.Tensor | None,
+        adapters: RowAdapters | None,
     ) -> list[LayerInputs]:
         tables = self._rotary_embeddings.tables(positions, is_long)
         scales = {
@@ -89,7 +96,7 @@ class Stack:
         if self.model.per_layer_inputs is not None:
             per_layer[:] = per_layer_inputs.of_tokens(self.operators, self.model.per_layer_inputs, token_ids, x)
         return [
-            LayerInputs(tables[rotary], scales[scale], own)
+            LayerInputs(tables[rotary], scales[scale], own, adapters)
             for rotary, scale, own in zip(self._layer_rotaries, self._query_scales, per_layer, strict=True)
         ]
 
@@ -118,7 +125,8 @@ def _of_rows(inputs: list[LayerInputs], rows: torch.Tensor) -> list[LayerInputs]
     for each in inputs:
         rotary = each.rotary
         turned = None if rotary is None else (of(rotary[0]), of(rotary[1]))
-        found.append(LayerInputs(turned, of(each.query_scale), of(each.per_layer)))  # type: ignore[arg-type]
+        adapters = None if each.adapters is None else each.adapters.of_rows(rows)
+        found.append(LayerInputs(turned, of(each.query_scale), of(each.per_layer), adapters))  # type: ignore[arg-type]
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from lamella.model_executor.layers.adapters import RowAdapters
 from lamella.model_executor.layers.contract import LayerInputs
 from lamella.model_executor.layers.description import (
     DecoderLayer,
@@ -130,20 +131,20 @@ def finish_layer(
     attended: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What follows a layer's attention, of the tokens that leave the layer: as `run_layer`."""
-    attention = layer.attention
+    attention, adapters = layer.attention, inputs.adapters
     if attention.gate_proj is not None:
         assert attention.config.gate is not None
-        gate = project(operations, attention.gate_proj, normed)
+        gate = project(operations, attention.gate_proj, normed, adapters)
         attended = operations.gate(attended, gate, attention.gate_proj.bias, attention.config.gate)
     o_proj = attention.o_proj
-    y = reduce(project(operations, o_proj, attended))
+    y = reduce(project(operations, o_proj, attended, adapters))
     if layer.is_parallel:
-        of_mlp, bias = run_mlp(operations, layer.mlp, normed)
+        of_mlp, bias = run_mlp(operations, layer.mlp, normed, adapters)
         x, _ = operations.add(x, y, o_proj.bias, layer.post_attention_norm, None)
         y = of_mlp
     else:
         x, normed = operations.add(x, y, o_proj.bias, layer.post_attention_norm, layer.mlp_norm)
-        y, bias = run_mlp(operations, layer.mlp, normed)
+        y, bias = run_mlp(operations, layer.mlp, normed, adapters)
     if layer.experts_beside is not None:
         y, bias = with_experts_beside(operations, layer.experts_beside, x, y), None
     if layer.per_layer_gate is None and layer.scalar is None:
@@ -151,7 +152,7 @@ def finish_layer(
     x, _ = operations.add(x, y, bias, layer.post_mlp_norm, None)
     if layer.per_layer_gate is not None:
         assert inputs.per_layer is not None
-        y = run_per_layer_gate(operations, layer.per_layer_gate, inputs.per_layer, x)
+        y = run_per_layer_gate(operations, layer.per_layer_gate, inputs.per_layer, x, adapters)
         x, _ = operations.add(x, y, None, layer.per_layer_gate.norm, None)
     if layer.scalar is not None:
         x = x * layer.scalar.values.to(x.dtype)
@@ -159,19 +160,21 @@ def finish_layer(
 
 
 def run_mlp(
-    operations: Operations, mlp: DenseMLP | Experts, normed: torch.Tensor
+    operations: Operations, mlp: DenseMLP | Experts, normed: torch.Tensor, adapters: RowAdapters | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """normed [T, width] -> what the MLP makes of it, without the bias of its last projection, and that bias."""
     if isinstance(mlp, Experts):
         return reduce(operations.experts(mlp, normed)), None
-    return reduce(run_dense(operations, mlp, normed)), mlp.down_proj.bias
+    return reduce(run_dense(operations, mlp, normed, adapters)), mlp.down_proj.bias
 
 
-def run_dense(operations: Operations, mlp: DenseMLP, normed: torch.Tensor) -> torch.Tensor:
+def run_dense(
+    operations: Operations, mlp: DenseMLP, normed: torch.Tensor, adapters: RowAdapters | None = None
+) -> torch.Tensor:
     """normed [T, width] -> what the MLP makes of it, before the sum over workers and the last projection's bias."""
-    gate_up = project(operations, mlp.gate_up_proj, normed)
+    gate_up = project(operations, mlp.gate_up_proj, normed, adapters)
     activated = operations.activate(gate_up, mlp.gate_up_proj.bias, mlp.config)
-    return project(operations, mlp.down_proj, activated)
+    return project(operations, mlp.down_proj, activated, adapters)
 
 
 def with_experts_beside(
@@ -184,20 +187,32 @@ def with_experts_beside(
 
 
 def run_per_layer_gate(
-    operations: Operations, gate: PerLayerGate, per_layer: torch.Tensor, x: torch.Tensor
+    operations: Operations,
+    gate: PerLayerGate,
+    per_layer: torch.Tensor,
+    x: torch.Tensor,
+    adapters: RowAdapters | None = None,
 ) -> torch.Tensor:
     """x [T, width], per_layer [T, width of the layer's own input] -> [T, width], before the norm. Each worker computes
     all of it."""
-    gated = operations.multiply_activated(project(operations, gate.gate, x), per_layer, gate.activation)
-    return project(operations, gate.projection, gated)
+    gated = operations.multiply_activated(project(operations, gate.gate, x, adapters), per_layer, gate.activation)
+    return project(operations, gate.projection, gated, adapters)
 
 
 def project(
-    operations: Operations, projection: Projection, x: torch.Tensor, columns: slice | None = None
+    operations: Operations,
+    projection: Projection,
+    x: torch.Tensor,
+    adapters: RowAdapters | None = None,
+    columns: slice | None = None,
 ) -> torch.Tensor:
-    """A linear layer without its bias, or the outputs `columns` of it. Every linear layer of this path is applied here:
-    this is the place for what adapters add and for shards."""
-    return operations.multiply(projection, x, slice(0, projection.num_out) if columns is None else columns)
+    """A linear layer without its bias, or the outputs `columns` of it, with what the rows' adapters add. Every linear
+    layer of this path is applied here: this is the place for shards, too."""
+    columns = slice(0, projection.num_out) if columns is None else columns
+    y = operations.multiply(projection, x, columns)
+    if adapters is not None:
+        adapters.add_to(y, projection.name, x, columns)
+    return y
 
 
 def reduce(y: torch.Tensor) -> torch.Tensor:
@@ -207,18 +222,24 @@ def reduce(y: torch.Tensor) -> torch.Tensor:
 
 
 def project_heads(
-    operations: Operations, layer: DecoderLayer, normed: torch.Tensor, rows: torch.Tensor | None
+    operations: Operations,
+    layer: DecoderLayer,
+    normed: torch.Tensor,
+    rows: torch.Tensor | None,
+    adapters: RowAdapters | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Queries of `rows` (None: of all), and keys and values of all tokens side by side, before any bias; None in place
-    of keys and values where the layer reads another's. It is one product where both are of the same tokens."""
+    of keys and values where the layer reads another's. It is one product where both are of the same tokens. adapters:
+    of all tokens."""
     projection, num_query = layer.attention.qkv_proj, layer.attention.config.query_columns
+    of_queries = None if adapters is None else adapters.of_rows(rows)
     if projection.num_out == num_query:
-        return project(operations, projection, normed if rows is None else normed[rows]), None
+        return project(operations, projection, normed if rows is None else normed[rows], of_queries), None
     if rows is None:
-        columns = project(operations, projection, normed)
+        columns = project(operations, projection, normed, adapters)
         return columns[:, :num_query], columns[:, num_query:]
-    queries = project(operations, projection, normed[rows], slice(0, num_query))
-    return queries, project(operations, projection, normed, slice(num_query, projection.num_out))
+    queries = project(operations, projection, normed[rows], of_queries, slice(0, num_query))
+    return queries, project(operations, projection, normed, adapters, slice(num_query, projection.num_out))
 
 
 def biases_of_heads(layer: DecoderLayer) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -22,10 +22,10 @@ def run_experts(operations: Operations, experts: Experts, x: torch.Tensor, route
         if experts.config.router.scales_input:
             taken, weight = taken * weight, torch.ones_like(weight)
         columns, down_columns = experts.gate_up_columns(expert), experts.down_columns(expert)
-        gate_up = project(operations, experts.gate_up_proj, taken, columns)
+        gate_up = project(operations, experts.gate_up_proj, taken, columns=columns)
         bias = experts.gate_up_proj.bias
         activated = operations.activate(gate_up, None if bias is None else bias[columns], experts.config.expert)
-        given = project(operations, experts.down_proj, activated, down_columns)
+        given = project(operations, experts.down_proj, activated, columns=down_columns)
         if experts.down_proj.bias is not None:
             given = given + experts.down_proj.bias[down_columns]
         out.index_add_(0, tokens, given * weight)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from lamella.model_executor.layers.adapters import Adapter, LowRankUpdate
 from lamella.model_executor.layers.contract import LayerInputs, Rotary
 from lamella.model_executor.layers.description import DecoderLayer, Experts, Model, Norm, Projection
 from lamella.model_executor.layers.rotary import apply_rotary
 from lamella.model_executor.layers.textbook import biases_of_heads, project_heads, run_layers
+from lamella.model_executor.layers.torch_adapters import torch_adapter
 from lamella.model_executor.layers.torch_experts import run_experts
 from lamella.model_executor.layers.torch_functions import (
     activated,
@@ -33,6 +35,9 @@ class TorchOperators:
 
     def unsupported(self, layer: DecoderLayer) -> str | None:
         return None
+
+    def adapter(self, updates: Mapping[str, LowRankUpdate], device: torch.device) -> Adapter:
+        return torch_adapter(updates, device)
 
     def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
         x = table.weight[token_ids]
@@ -58,7 +63,7 @@ class TorchOperators:
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
         attention, config = layer.attention, layer.attention.config
-        q, keys_values = project_heads(self, layer, normed, rows)
+        q, keys_values = project_heads(self, layer, normed, rows, inputs.adapters)
         q_bias, kv_bias = biases_of_heads(layer)
         of_queries = inputs.of_rows(rows)
         is_by_head = config.qk_norm != "projection"

@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include "experts.h"
+#include "low_rank.h"
 
 namespace {
 
@@ -43,6 +44,12 @@ struct DecoderLayer {
     LayerTail tail;
 };
 
+// The adapters of a step's rows, and which layer of the model runs. adapters: null: no row has one.
+struct Adapted {
+    const StepAdapters* adapters;
+    int64_t layer;
+};
+
 // What a step has for a layer; several layers share it.
 struct LayerStep {
     const Batch* batch;
@@ -53,11 +60,14 @@ struct LayerStep {
 };
 
 // Adds what out_proj makes of attended [num_rows][out_proj.depth] to x [num_rows][width], through post_attention_norm;
-// then normed [num_rows][width] = pre_mlp_norm(x). y: scratch for num_rows * width floats.
-void join_attention(const LayerTail& tail, float* x, const float* attended, int64_t num_rows, float* normed,
-                    float* y) {
-    const int64_t width = tail.out_proj.num_columns;
+// then normed [num_rows][width] = pre_mlp_norm(x). y: scratch for num_rows * width floats. All of the step's rows from
+// first_row on.
+void join_attention(const LayerTail& tail, const Adapted& adapted, int64_t first_row, float* x, const float* attended,
+                    int64_t num_rows, float* normed, float* y) {
+    const int64_t width = tail.out_proj.num_columns, depth = tail.out_proj.depth;
     multiply(tail.out_proj, attended, num_rows, y);
+    add_adapters(adapted.adapters, adapted.layer, &AdaptedLayer::out_proj, first_row, num_rows, attended, depth, y,
+                 width);
     lamella_add_norm(x, width, y, width, tail.post_attention_norm, tail.pre_mlp_norm, tail.eps, num_rows, width,
                      normed);
 }
@@ -70,7 +80,8 @@ void join_mlp(const LayerTail& tail, float* x, const float* y, int64_t num_rows,
 }
 
 // A block of rows goes through all that is left of the layer before the next block begins.
-void finish_with_mlp(const LayerTail& tail, float* x, const float* attended, int64_t num_rows, float* normed) {
+void finish_with_mlp(const LayerTail& tail, const Adapted& adapted, float* x, const float* attended, int64_t num_rows,
+                     float* normed) {
     const Mlp& mlp = tail.mlp;
     const int64_t width = tail.out_proj.num_columns, mlp_width = mlp.down_proj.depth;
     const int64_t block_rows = std::max<int64_t>(MIN_BLOCK_ROWS, 128 * omp_get_max_threads());
@@ -83,26 +94,32 @@ void finish_with_mlp(const LayerTail& tail, float* x, const float* attended, int
         const int64_t begin = num_rows * block / num_blocks, rows = num_rows * (block + 1) / num_blocks - begin;
         float* const sum = x + begin * width;
         float* const norm = normed + begin * width;
-        join_attention(tail, sum, attended + begin * tail.out_proj.depth, rows, norm, y);
+        join_attention(tail, adapted, begin, sum, attended + begin * tail.out_proj.depth, rows, norm, y);
         multiply(mlp.gate_up_proj, norm, rows, gate_up);
+        add_adapters(adapted.adapters, adapted.layer, &AdaptedLayer::gate_up_proj, begin, rows, norm, width, gate_up,
+                     2 * mlp_width);
         apply_gate(mlp.gate, gate_up, rows, mlp_width, gated);
         multiply(mlp.down_proj, gated, rows, y);
+        add_adapters(adapted.adapters, adapted.layer, &AdaptedLayer::down_proj, begin, rows, gated, mlp_width, y,
+                     width);
         join_mlp(tail, sum, y, rows, norm);
     }
 }
 
 // All rows at once, so that an expert's weights are passed over once.
-void finish_with_experts(const LayerTail& tail, float* x, const float* attended, int64_t num_rows, float* normed) {
+void finish_with_experts(const LayerTail& tail, const Adapted& adapted, float* x, const float* attended,
+                         int64_t num_rows, float* normed) {
     const Scratch y = make_scratch(num_rows * tail.out_proj.num_columns);
-    join_attention(tail, x, attended, num_rows, normed, y.get());
+    join_attention(tail, adapted, 0, x, attended, num_rows, normed, y.get());
     run_experts(*tail.experts, normed, normed, num_rows, y.get());
     join_mlp(tail, x, y.get(), num_rows, normed);
 }
 
 // Adds to x [num_rows][width] first what out_proj makes of attended [num_rows][out_proj.depth], then what the MLP or
 // the experts give; normed [num_rows][width] = following_norm(x), or x where that norm is null.
-void finish_layer(const LayerTail& tail, float* x, const float* attended, int64_t num_rows, float* normed) {
-    (tail.experts ? finish_with_experts : finish_with_mlp)(tail, x, attended, num_rows, normed);
+void finish_layer(const LayerTail& tail, const Adapted& adapted, float* x, const float* attended, int64_t num_rows,
+                  float* normed) {
+    (tail.experts ? finish_with_experts : finish_with_mlp)(tail, adapted, x, attended, num_rows, normed);
 }
 
 struct AttentionScratch {
@@ -123,11 +140,13 @@ struct AttentionScratch {
 };
 
 // normed [num_rows][width] -> scratch.attended. Returns 0, or 1 where memory is lacking.
-int64_t attend(const Attention& attention, const LayerStep& step, const float* normed, int64_t num_rows,
-               const AttentionScratch& scratch) {
+int64_t attend(const Attention& attention, const LayerStep& step, const Adapted& adapted, const float* normed,
+               int64_t num_rows, const AttentionScratch& scratch) {
     float* const qkv = scratch.qkv.get();
     float* const query = scratch.query.get();
     multiply(attention.qkv_proj, normed, num_rows, qkv);
+    add_adapters(adapted.adapters, adapted.layer, &AdaptedLayer::qkv_proj, 0, num_rows, normed,
+                 attention.qkv_proj.depth, qkv, attention.qkv_proj.num_columns);
     const RopeInput rope = {qkv, attention.qkv_proj.num_columns, num_rows, attention.num_heads, attention.query_norm,
                             attention.key_norm, attention.eps, step.rotary_dim, step.cos, step.sin,
                             step.rotary_dim / 2, nullptr, step.slots};
@@ -144,21 +163,25 @@ LAMELLA_EXPORT void lamella_layer_linear(const Linear* layer, const float* x, in
     multiply(*layer, x, num_rows, out);
 }
 
-// One layer's part after attention; x, attended and normed as in lamella_run_layers. num_rows is 1 or more.
+// One layer's part after attention; x, attended, normed and adapters as in lamella_run_layers, layer: its place in the
+// model. num_rows is 1 or more.
 LAMELLA_EXPORT void lamella_finish_layer(const LayerTail* tail, float* x, const float* attended, int64_t num_rows,
-                                         float* normed) {
-    finish_layer(*tail, x, attended, num_rows, normed);
+                                         float* normed, const StepAdapters* adapters, int64_t layer) {
+    finish_layer(*tail, {adapters, layer}, x, attended, num_rows, normed);
 }
 
 // Runs layers one after the other, all rows through each. x [num_rows][width] is the residual stream. normed
 // [num_rows][width] is its norm: before the call the first layer's input, after it the following_norm(x) of the last.
-// num_rows is 1 or more. Returns 0, or 1 where memory is lacking.
+// num_rows is 1 or more. adapters: null, or those of the rows; first_layer: which layer of the model is the first.
+// Returns 0, or 1 where memory is lacking.
 LAMELLA_EXPORT int64_t lamella_run_layers(const DecoderLayer* const* layers, const LayerStep* const* steps,
-                                          int64_t num_layers, float* x, float* normed, int64_t num_rows) {
+                                          int64_t num_layers, float* x, float* normed, int64_t num_rows,
+                                          const StepAdapters* adapters, int64_t first_layer) {
     const AttentionScratch scratch(layers, num_layers, num_rows);
     for (int64_t index = 0; index < num_layers; index++) {
-        if (attend(layers[index]->attention, *steps[index], normed, num_rows, scratch)) return 1;
-        finish_layer(layers[index]->tail, x, scratch.attended.get(), num_rows, normed);
+        const Adapted adapted = {adapters, first_layer + index};
+        if (attend(layers[index]->attention, *steps[index], adapted, normed, num_rows, scratch)) return 1;
+        finish_layer(layers[index]->tail, adapted, x, scratch.attended.get(), num_rows, normed);
     }
     return 0;
 }

@@ -6,17 +6,19 @@ whole projections take a few more. The residual stream changes in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.nn.functional import linear
 
 from lamella.attention.native_backend import HeadTransform
 from lamella.errors import InvariantError
+from lamella.model_executor.layers.adapters import Adapter, LowRankUpdate
 from lamella.model_executor.layers.contract import LayerInputs
 from lamella.model_executor.layers.description import DecoderLayer, Experts, Model, Norm, Projection
 from lamella.model_executor.layers.head_transform import head_transform
 from lamella.model_executor.layers.textbook import biases_of_heads, project, project_heads, run_layers
+from lamella.model_executor.layers.torch_adapters import torch_adapter
 from lamella.model_executor.layers.triton.activation import (
     activated,
     capped_logits,
@@ -44,6 +46,9 @@ class TritonOperators:
 
     def unsupported(self, layer: DecoderLayer) -> str | None:
         return None
+
+    def adapter(self, updates: Mapping[str, LowRankUpdate], device: torch.device) -> Adapter:
+        return torch_adapter(updates, device)
 
     def embed(self, table: Projection, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
         x = table.weight[token_ids]
@@ -76,12 +81,12 @@ class TritonOperators:
         q_bias, kv_bias = biases_of_heads(layer)
         if rows is None:
             projection = layer.attention.qkv_proj
-            columns = project(self, projection, normed)
+            columns = project(self, projection, normed, inputs.adapters)
             num_kv_heads = 0 if config.kv_owner is not None else config.num_kv_heads
             bias = self._norm_rows(layer, columns, projection.bias, num_queries=config.num_heads)
             queries = _heads(columns, bias, transform, config.num_heads, num_kv_heads, place, slots)
         else:
-            columns, keys_values = project_heads(self, layer, normed, rows)
+            columns, keys_values = project_heads(self, layer, normed, rows, inputs.adapters)
             if keys_values is not None:
                 kv_bias = self._norm_rows(layer, keys_values, kv_bias, num_queries=0)
                 _heads(keys_values, kv_bias, transform, 0, config.num_kv_heads, place, slots)

@@ -10,6 +10,7 @@ import torch
 from lamella.attention.contract import AttentionParams, attend
 from lamella.errors import InvariantError
 from lamella.kv_cache.spec import KVCacheSpec
+from lamella.model_executor.layers.adapters import RowAdapters
 from lamella.model_executor.models.transformers_backend.attention_call import CallSettings, read_call
 from lamella.model_executor.models.transformers_backend.attention_interface import ATTENTION, set_handler
 from lamella.model_executor.models.transformers_backend.layer_pruning import LayerPruning, decoder_layers
@@ -65,11 +66,14 @@ class TransformersModel:
         positions: torch.Tensor,
         step: StepAttention,
         is_long: torch.Tensor | None = None,
+        adapters: RowAdapters | None = None,
     ) -> torch.Tensor:
         """token_ids, positions: int64 [T]. Returns float32 logits [S, vocab_size] of the tokens that leave the last
         layer, which `logits` hands on."""
         if is_long is not None:  # the config ends texts before
             raise InvariantError("transformers' layers have one rotary embedding for all texts of a step")
+        if adapters is not None:  # the engine refuses them
+            raise InvariantError("transformers' layers were given adapters, which they do not apply")
         if not len(token_ids):
             return torch.zeros(0, self._vocab_size, device=token_ids.device)
         last = len(self._layers)

@@ -1,0 +1,5 @@
+"""`LoRARequest`, where vLLM has it."""
+
+from lamella.engine.lora_request import LoRARequest
+
+__all__ = ["LoRARequest"]
