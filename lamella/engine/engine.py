@@ -121,8 +121,8 @@ class Engine:
         """Queue a request. Raises RequestError, with nothing changed, if it cannot be run as given.
 
         prompt: a string, token ids, {"prompt": ...} or {"prompt_token_ids": ...}, the dicts with an
-        optional "cache_salt". params: None: `get_default_sampling_params()`. vLLM's other arguments are accepted as
-        long as their values ask for nothing.
+        optional "cache_salt" and "prefix_boundary" (docs/prefixes.md). params: None: `get_default_sampling_params()`.
+        vLLM's other arguments are accepted as long as their values ask for nothing.
         """
         if vllm_arguments:
             known = ("request_id", "prompt", "params")
@@ -175,6 +175,7 @@ class Engine:
                 stop_token_ids=frozenset(params.stop_token_ids or ()),
                 arrival_time=now,
                 salt=prompt.cache_salt,
+                prefix_boundaries=prompt.prefix_boundaries,
             )
             for index in range(params.n)
         ]

@@ -9,35 +9,40 @@ from typing import Any, TypedDict
 import numpy as np
 
 from lamella.argument_checks import nearest_name, shown
+from lamella.engine.prefix_boundaries import joined, require_text, tokens_before, whole_numbers
 from lamella.engine.vllm_request_arguments import PROMPT_KEYS
 from lamella.errors import RequestError, UnsupportedArgumentError
 from lamella.model_executor.text.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict, total=False):
-    prompt: str
+    prompt: str | Sequence[str]
     cache_salt: str
+    prefix_boundary: int | Sequence[int]
 
 
 class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: Sequence[int]
     prompt: str
     cache_salt: str
+    prefix_boundary: int | Sequence[int]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
-KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prefix_boundary")
 FORMS = 'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrompt:
     """text: None where only token ids were given. token_ids: int32 [n], n >= 1.
-    cache_salt: prefixes are shared only between prompts of equal salt."""
+    cache_salt: prefixes are shared only between prompts of equal salt.
+    prefix_boundaries: numbers of first tokens, ascending, behind which other prompts will part from this one."""
 
     text: str | None
     token_ids: np.ndarray
     cache_salt: str | None
+    prefix_boundaries: tuple[int, ...] = ()
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
@@ -58,6 +63,8 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, *, vocab_size: int, max_mode
     text: str | None = None
     salt: str | None = None
     tokens: Any = prompt
+    boundary: Any = None
+    part_ends: list[int] = []
     if isinstance(prompt, Mapping):
         _check_keys(prompt)
         salt = prompt.get("cache_salt")
@@ -65,11 +72,18 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, *, vocab_size: int, max_mode
             raise RequestError(f"cache_salt={shown(salt)}: must be a string that is not empty")
         text = prompt.get("prompt")
         tokens = prompt.get("prompt_token_ids")
+        boundary = prompt.get("prefix_boundary")
+        if isinstance(text, (list, tuple)) and tokens is None:
+            require_text(boundary)
+            text, part_ends = joined(text)
         if text is not None and not isinstance(text, str):
-            raise RequestError(f'prompt["prompt"] is {type(text).__name__}: must be a string')
+            raise RequestError(
+                f'prompt["prompt"] is {type(text).__name__}: must be a string, or a list of strings that are its parts'
+            )
     elif isinstance(prompt, str):
         text, tokens = prompt, None
-    if tokens is None and text is not None:
+    is_text = tokens is None and text is not None
+    if is_text:
         # An empty text is a prompt if the tokenizer adds a token of its own, such as <bos>.
         tokens = tokenizer.encode(text)
     token_ids = _check_token_ids(tokens, vocab_size)
@@ -78,7 +92,12 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, *, vocab_size: int, max_mode
             f"prompt has {len(token_ids)} tokens, which leaves no room for output within "
             f"max_model_len={max_model_len}: shorten it to at most {max_model_len - 1} tokens"
         )
-    return ParsedPrompt(text, token_ids, salt)
+    if text is not None and is_text:
+        places = part_ends or whole_numbers(boundary, 1, len(text), "characters")
+        boundaries = tokens_before(tokenizer, text, tokens, places, add_special_tokens=True) if places else []
+    else:
+        boundaries = whole_numbers(boundary, 1, len(token_ids), "tokens")
+    return ParsedPrompt(text, token_ids, salt, tuple(boundaries))
 
 
 def _check_keys(prompt: Mapping[str, Any]) -> None:

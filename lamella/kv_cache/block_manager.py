@@ -137,13 +137,15 @@ class BlockManager:
 
     # Prompts that wait
 
-    def match(self, token_ids: np.ndarray, salt: Salt = None) -> PrefixMatch:
+    def match(self, token_ids: np.ndarray, salt: Salt = None, boundaries: tuple[int, ...] = ()) -> PrefixMatch:
         """What need not be computed of this prompt (int32 [n]): what the cache has, and what no later token depends on.
         At least its last token is left to compute. Changes nothing. The answer holds until the next call that changes
         anything.
 
-        salt: prompts of different salts share nothing."""
-        return self._finder.match(token_ids, salt)
+        salt: prompts of different salts share nothing. boundaries: positions in the prompt, ascending, each from 1 to
+        n, where other prompts will part from it. Whoever begins with this match keeps places to resume there, which go
+        after others when memory is wanted."""
+        return self._finder.match(token_ids, salt, boundaries)
 
     def expect(self, token_ids: np.ndarray, salt: Salt, rank: int) -> Expectation | None:
         """A request waits with this prompt (int32 [n]): keep what the cache has of it longer than what nobody waits
@@ -200,7 +202,12 @@ class BlockManager:
         parting_tokens: how many first tokens this prompt shares with a waiting one (0: with none). A place to resume
         will be kept there, unless the match already shows a place where another prompt parted.
         """
-        return self._occupancy.begin(row, match, salt, parting_tokens)
+        if not self._occupancy.begin(row, match, salt, parting_tokens):
+            return False
+        if match.boundaries:
+            self._rows.boundaries[row] = match.boundaries
+            self._commits.keep_boundaries(row)
+        return True
 
     def grow(
         self,
@@ -225,7 +232,9 @@ class BlockManager:
             num_processed = num_computed
         windows = self._windows
         lowest_resume = windows.lowest_resume(row, num_processed, num_computed)
-        lowest_owned = windows.lowest_owned(num_processed, prompt_tokens) if prompt_tokens else num_processed
+        lowest_owned = num_processed
+        if prompt_tokens or self._rows.boundaries:
+            lowest_owned = windows.lowest_owned(row, num_processed, prompt_tokens)
         windows.slide(row, lowest_owned, lowest_resume, at_once=is_prefill)
         end = num_computed + num_new
         if is_prefill and self._has_windows:
@@ -250,7 +259,7 @@ class BlockManager:
         windows, before = self._windows, sum(self._supply.num_owned)
         for row, position, length in zip(rows, num_computed, prompt_tokens, strict=True):
             lowest_resume = windows.lowest_resume(row, position, position)
-            windows.slide(row, windows.lowest_owned(position, length), lowest_resume, at_once=True)
+            windows.slide(row, windows.lowest_owned(row, position, length), lowest_resume, at_once=True)
         return sum(self._supply.num_owned) < before
 
     def stake(self, row: int, num_computed: int) -> Stake:

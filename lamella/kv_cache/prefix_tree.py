@@ -21,8 +21,8 @@ the first to go when memory is wanted. So idle memory serves prefixes that no re
 end of a running request will want is *for an end* instead, with `keep_spare` or without. Such pages are taken by
 `evict_for_end`, to be called when no page is spare and before any resume point is evicted.
 
-Resume points that waiting requests *expect* to start from go after all others; of these, the one whose request will
-run last goes first.
+Resume points that are *favoured*, since the application said that prompts part there, go after others. Resume points
+that waiting requests *expect* to start from go after all; of these, the one whose request will run last goes first.
 """
 
 from __future__ import annotations
@@ -408,10 +408,14 @@ class PrefixTree:
         self._let_go(self.resume_points.replace(node, window_nodes))
 
     def drop_resume_point(self, node: int) -> None:
-        """Give up the resume point at `node`, if there is one and no waiting request expects it."""
-        if node in self.resume_points and node not in self.expected:
+        """Give up the resume point at `node`, if there is one, it is not favoured and no waiting request expects it."""
+        if node in self.resume_points and not (node in self.expected or self.resume_points.is_favoured(node)):
             self._let_go(self.resume_points.pop(node))
             self.prune(node)
+
+    def favour(self, node: int) -> None:
+        """Let the resume point at `node`, if there is one, outlast those that are not favoured."""
+        self.resume_points.favour(node)
 
     def touch(self, node: int) -> None:
         """The resume point at `node`, if there is one, was used now."""
@@ -466,9 +470,9 @@ class PrefixTree:
         """Let go the oldest spare page or, where there is none, the resume point that is worth least. False: nothing
         can be let go that would free memory.
 
-        The order of resume points: those that were passed, then the least recently used, at last those that are
-        expected. Without windowed groups every block end is a place to resume. So there only the last block goes: its
-        parent becomes a resume point, and the next to go.
+        The order of resume points: those that were passed, then the least recently used, then those that are favoured,
+        at last those that are expected. Without windowed groups every block end is a place to resume. So there only the
+        last block goes: its parent becomes a resume point, and the next to go.
         """
         if self.spare:
             (group, node), _ = self.spare.popitem(last=False)

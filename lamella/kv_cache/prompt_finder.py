@@ -22,14 +22,19 @@ class PromptFinder:
         self._replay, self._tree = replay, tree
         self._caches_prefixes, self._replays = settings.enable_prefix_caching, settings.windowed_replay
         self._keeps_ends = settings.retention.keeps_ends
+        self._keeps_boundaries = self._caches_prefixes and (self._keeps_ends or not tree.windowed_groups)
         self._skips = settings.skips_prompts and not settings.retention.keeps_block_ends
 
-    def match(self, token_ids: np.ndarray, salt: Salt) -> PrefixMatch:
+    def match(self, token_ids: np.ndarray, salt: Salt, boundaries: tuple[int, ...] = ()) -> PrefixMatch:
         """See BlockManager.match."""
         match = self._find(token_ids, salt)
+        if boundaries and self._keeps_boundaries:
+            match = match._replace(boundaries=boundaries)
         if not self._skips:
             return match
-        start = self._replay.skip(len(token_ids), match.num_tokens)
+        # What comes before a boundary is not skipped, as if the prompt ended there.
+        num_tokens = next((one for one in match.boundaries if one > match.num_tokens), len(token_ids))
+        start = self._replay.skip(num_tokens, match.num_tokens)
         if start is None:
             return match
         page_tokens = self._page_tokens

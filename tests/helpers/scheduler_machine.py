@@ -75,11 +75,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, 49), min_size=1, max_size=3),
         num_tokens=st.integers(1, 25),
         salt=st.sampled_from([None, None, None, "tenant"]),
+        boundaries=st.sets(st.integers(1, 61), max_size=3),
     )
-    def add(self, base, shared, tail, num_tokens, salt):
+    def add(self, base, shared, tail, num_tokens, salt, boundaries):
         prompt = [*base[:shared], *tail]
         request_id = f"r{len(self.simulation.requests)}"
-        self.simulation.add(request_id, prompt, num_tokens, salt)
+        inside = sorted(one for one in boundaries if one <= len(prompt))
+        self.simulation.add(request_id, prompt, num_tokens, salt, boundaries=inside)
         self.expected[request_id] = foretell(salt, prompt, min(num_tokens, MAX_MODEL_LEN - len(prompt)))
 
     @rule(request=st.randoms(use_true_random=False), num_tokens=st.integers(1, 10))

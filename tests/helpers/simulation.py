@@ -107,7 +107,9 @@ class Simulation:
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
 
-    def add(self, request_id: str, prompt, num_tokens: int, salt: str | None = None, stop_token_ids=()) -> Request:
+    def add(
+        self, request_id: str, prompt, num_tokens: int, salt: str | None = None, stop_token_ids=(), boundaries=()
+    ) -> Request:
         request = Request(
             request_id=request_id,
             sample_index=0,
@@ -120,6 +122,7 @@ class Simulation:
             stop_token_ids=frozenset(stop_token_ids),
             arrival_time=0.0,
             salt=salt,
+            prefix_boundaries=tuple(boundaries),
         )
         self.requests[request_id] = request
         self.outputs[request_id] = []

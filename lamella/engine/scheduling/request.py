@@ -20,6 +20,7 @@ class Request:
     request's tokens are in RequestRows).
     eos_token_ids: the model's end tokens; empty where the request ignores them.
     stop_token_ids: further ids that end this request.
+    prefix_boundaries: positions in the prompt, ascending, where other prompts will part from it.
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class Request:
     stop_token_ids: frozenset[int]
     arrival_time: float
     salt: str | None = None
+    prefix_boundaries: tuple[int, ...] = ()
     row: int = NO_ROW
     num_cached_tokens: int | None = None  # prompt tokens served from the cache when it first ran
     admission_index: int = -1  # how many requests first ran before it; -1 until it does

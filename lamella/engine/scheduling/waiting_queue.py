@@ -114,7 +114,7 @@ class WaitingQueue:
             self._expectations[request] = expectation
 
     def _match(self, request: Request) -> PrefixMatch:
-        return self._manager.match(request.token_ids, request.salt)
+        return self._manager.match(request.token_ids, request.salt, request.prefix_boundaries)
 
     def _withdraw(self, request: Request) -> None:
         expectation = self._expectations.pop(request, None)
