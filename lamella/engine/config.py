@@ -34,6 +34,7 @@ WHOLE_NUMBERS = {
     "swa_eviction_interval": WholeRange(1, MOST_TOKENS),
     "kv_cache_memory_bytes": WholeRange(1, 2**50),
     "retention_grid_tokens": WholeRange(1, MOST_TOKENS),
+    "max_pinned_bytes": WholeRange(0, 2**50),
 }
 MAX_MODEL_LEN = WholeRange(-1, MOST_TOKENS, f'a whole number from 1 to {MOST_TOKENS}, or "auto" (or -1)')
 _FRACTIONS = ("kv_cache_memory_fraction", "gpu_memory_utilization")
@@ -77,6 +78,8 @@ class EngineConfig:
         nobody waits forever). LLM and the command line use "prefix" unless told otherwise.
     retention: which prefixes of sliding layers stay cached: "tails" (the ends of prompts and outputs), "all" or "none".
     retention_grid_tokens: with "tails", keep one every so many tokens, too; None: no more than the ends.
+    max_pinned_bytes: the most KV memory that pinned prefixes may keep, beside which one request of max_model_len must
+        fit; None: all that leaves room for one.
     disable_hybrid_kv_cache: keep every layer's KV for the request's life, as if no layer had a window.
     windowed_replay: where a prompt's full-attention KV is cached and its sliding windows are gone, compute those
         again, if that costs less than half of what it saves. In a model with sliding layers only, compute no more of a
@@ -119,6 +122,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     retention: str = "tails"
     retention_grid_tokens: int | None = None
+    max_pinned_bytes: int | None = None
     disable_hybrid_kv_cache: bool = False
     windowed_replay: bool = True
     kv_split: str = "elastic"

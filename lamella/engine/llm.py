@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,10 +19,12 @@ from lamella.engine.model_opening import ServedConfig
 from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, Prompt, split_prompts
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
+from lamella.engine.saved_prefixes import PrefixFile
 from lamella.engine.turns import Turns, in_turn
 from lamella.engine.vllm_keywords import refuse_foreign
 from lamella.engine.vllm_request_arguments import CHAT_ARGUMENTS, GENERATE_ARGUMENTS
 from lamella.errors import EngineClosedError, LamellaError, RequestError
+from lamella.kv_cache.pinned_prefixes import PinnedPrefix
 from lamella.model_executor.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -155,8 +158,45 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None, name: str | None = None) -> PinnedPrefix:
+        """`Engine.pin_prefix`, and compute the prompt now if it is not cached. Where that fails it is not pinned."""
+        engine = self.engine
+        pinned = engine.pin_prefix(prompt, cache_salt=cache_salt, name=name)
+        if pinned.is_cached:
+            return pinned
+        try:
+            self._compute_prefix(prompt, cache_salt)
+        except BaseException:
+            if not engine.is_closed:
+                engine.unpin_prefix(pinned)
+            raise
+        return next(one for one in engine.pinned_prefixes() if one.name == pinned.name)
+
+    def unpin_prefix(self, prefix: PinnedPrefix | str) -> None:
+        """Undo `pin_prefix`, by what that returned or by name."""
+        self.engine.unpin_prefix(prefix)
+
+    def pinned_prefixes(self) -> list[PinnedPrefix]:
+        """All pinned prefixes, in the order in which they were pinned."""
+        return self.engine.pinned_prefixes()
+
+    def save_prefix(self, path: str | Path, prompt: Prompt, *, cache_salt: str | None = None) -> PrefixFile:
+        """Compute a prompt, as far as it is not cached, and write its KV to a file: see `Engine.save_prefix`."""
+        self._compute_prefix(prompt, cache_salt)
+        return self.engine.save_prefix(path, prompt, cache_salt=cache_salt)
+
+    def load_prefix(self, path: str | Path) -> PrefixFile:
+        """Put what `save_prefix` wrote into the cache: see `Engine.load_prefix`."""
+        return self.engine.load_prefix(path)
+
+    def _compute_prefix(self, prompt: Prompt, cache_salt: str | None) -> None:
+        """Run a request with this prompt, whose end becomes a place to resume that goes after others."""
+        params = SamplingParams(temperature=0, max_tokens=1)
+        parsed = self.engine.parse_prefix(prompt, cache_salt)
+        self._run([dataclasses.replace(parsed, prefix_boundaries=(len(parsed.token_ids),))], [params], False)
+
     def reset_prefix_cache(self, **vllm_arguments: Any) -> bool:
-        """Forget cached prefixes; True when none is left."""
+        """Forget cached prefixes; True when none is left but pinned ones, which stay."""
         return self.engine.reset_prefix_cache(**vllm_arguments)
 
     def close(self) -> None:

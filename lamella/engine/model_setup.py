@@ -22,6 +22,7 @@ from lamella.kv_cache.layout import KVLayout, build_layout, without_sliding
 from lamella.kv_cache.memory import MemoryProfile, allocate_arena, available_memory_bytes, total_memory_bytes
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import PoolSize, decode_table_widths, size_pool, table_line_widths
+from lamella.kv_cache.spec import ceil_div
 from lamella.kv_cache.split import split_pools
 from lamella.model_executor.decode_graphs import CAPTURABLE_BACKENDS, CudaGraphs
 from lamella.model_executor.memory_profile import CudaMeter, LargestBatch, profile_memory
@@ -32,6 +33,7 @@ from lamella.model_executor.weights.loading import (
     load_tokenizer,
     resolve_model,
 )
+from lamella.model_executor.weights.model_source import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class LoadedEngine:
     manager: BlockManager
     scheduler: Scheduler
     runner: ModelRunner
+    source: ModelSource
 
     def let_go(self) -> None:
         """Let go of everything, so that the memory is free even if somebody still holds this object."""
@@ -121,6 +124,7 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
         windowed_replay=config.windowed_replay,
         skips_prompts=config.windowed_replay,
         step_pages_bytes=size.step_pages_bytes,
+        max_pinned_bytes=config.max_pinned_bytes,
     )
     scheduler = Scheduler(
         manager,
@@ -147,7 +151,7 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
     if uses_graphs:
         _capture_graphs(runner, max_batch, profile, device)
     model_config = _with_tokenizer_end(model_config, tokenizer)
-    return LoadedEngine(tokenizer, model_config, default_params, layout, size, manager, scheduler, runner)
+    return LoadedEngine(tokenizer, model_config, default_params, layout, size, manager, scheduler, runner, source)
 
 
 def _with_tokenizer_end(model_config: ServedConfig, tokenizer: Tokenizer) -> ServedConfig:
@@ -221,9 +225,11 @@ def _size_memory(
             )
         interval_tokens = pools.interval_tokens
     else:
+        pinned_bytes = _pinned_bytes(config, layout)
         size = size_pool(
             layout,
             memory_bytes=memory_bytes,
+            set_aside_bytes=pinned_bytes,
             max_model_len=max_model_len,
             longest_model_len=model_config.max_position_embeddings,
             chunk_tokens=wanted_chunk,
@@ -239,6 +245,13 @@ def _size_memory(
             size.max_model_len,
         )
     return size, slab_quota, interval_tokens
+
+
+def _pinned_bytes(config: EngineConfig, layout: KVLayout) -> int:
+    """Bytes of whole slabs that max_pinned_bytes may take: each group may need a slab that it does not fill."""
+    if not config.max_pinned_bytes:
+        return 0
+    return (ceil_div(config.max_pinned_bytes, layout.slab_bytes) + len(layout.groups)) * layout.slab_bytes
 
 
 def _checked_memory_bytes(memory_bytes: int | None, device: torch.device) -> int | None:

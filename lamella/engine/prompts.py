@@ -82,20 +82,20 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, *, vocab_size: int, max_mode
             )
     elif isinstance(prompt, str):
         text, tokens = prompt, None
-    is_text = tokens is None and text is not None
-    if is_text:
+    boundaries: list[int] = []
+    if tokens is None and text is not None:
         # An empty text is a prompt if the tokenizer adds a token of its own, such as <bos>.
         tokens = tokenizer.encode(text)
+        places = part_ends or whole_numbers(boundary, 1, len(text), "characters")
+        boundaries = tokens_before(tokenizer, text, tokens, places, add_special_tokens=True) if places else []
+        boundary = None
     token_ids = _check_token_ids(tokens, vocab_size)
     if len(token_ids) >= max_model_len:
         raise RequestError(
             f"prompt has {len(token_ids)} tokens, which leaves no room for output within "
             f"max_model_len={max_model_len}: shorten it to at most {max_model_len - 1} tokens"
         )
-    if text is not None and is_text:
-        places = part_ends or whole_numbers(boundary, 1, len(text), "characters")
-        boundaries = tokens_before(tokenizer, text, tokens, places, add_special_tokens=True) if places else []
-    else:
+    if boundary is not None:
         boundaries = whole_numbers(boundary, 1, len(token_ids), "tokens")
     return ParsedPrompt(text, token_ids, salt, tuple(boundaries))
 
