@@ -134,8 +134,8 @@ class BlockManager:
             windows,
             caches_prefixes=settings.enable_prefix_caching,
         )
-        self._finder = PromptFinder(layout, settings, replay, tree)
         pins = PinnedPrefixes(layout, settings, tree, None if before is None else before.pins.orders)
+        self._finder = PromptFinder(layout, settings, replay, tree, pins)
         self._outlook = MemoryOutlook(layout, settings, rows, tree, supply, chunks, pins)
         self._transfers = PrefixTransfers(layout, tree, supply)
         self._gathered = GatheredTables(rows)

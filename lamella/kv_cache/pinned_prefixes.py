@@ -94,6 +94,19 @@ class PinnedPrefixes:
         waiting = (order for name, order in self.orders.items() if name not in self.holds)
         return [order.num_tokens for order in waiting if order.begins(token_ids, salt)]
 
+    def improve(self, match: PrefixMatch, token_ids: np.ndarray, salt: Salt) -> PrefixMatch:
+        """What the tree has of a prompt, or a pin that has more: blocks of other prompts, whose windows are gone, may
+        hide one that ends inside a block. At least one token is left to compute."""
+        page_tokens = self._layout.page_tokens
+        for name, hold in self.holds.items():
+            order = self.orders[name]
+            if match.num_tokens < order.num_tokens < len(token_ids) and order.begins(token_ids, salt):
+                num_whole = order.num_tokens // page_tokens
+                tail_node = hold.path[-1] if order.num_tokens % page_tokens else NO_NODE
+                path = hold.path[:num_whole]
+                match = match._replace(num_tokens=order.num_tokens, path=path, tail_node=tail_node)
+        return match
+
     def states(self) -> list[PinnedPrefix]:
         """All pins, in the order in which they were given."""
         found: list[PinnedPrefix] = []
@@ -250,7 +263,8 @@ class PinnedPrefixes:
             f"a pinned prefix of {order.num_tokens} tokens takes {self._num_bytes(more)} bytes more, and pinned "
             f"prefixes keep {kept_bytes} of at most {most_bytes} bytes "
             f"(max_pinned_bytes={settings.max_pinned_bytes}; beside them one request of "
-            f"max_model_len={settings.max_model_len} must fit into the KV memory): unpin some, pin a shorter one, give more memory, or lower max_model_len"
+            f"max_model_len={settings.max_model_len} must fit into the KV memory): unpin some, pin a shorter one, "
+            "give more memory, or lower max_model_len"
         )
 
     def _num_slabs(self) -> int:

@@ -62,8 +62,8 @@ class PrefixTransfers:
         return found
 
     def first_blocks(self, num_tokens: int, first_tokens: Sequence[int]) -> list[int]:
-        """Per group, the first block for which a prefix of `num_tokens` tokens brings all of its tokens, of a prefix
-        that brings the tokens from `first_tokens` on. Raises RequestError where a block is missing that is needed."""
+        """Per group, the first block to take of a prefix of `num_tokens` tokens that brings KV from `first_tokens` on:
+        all tokens of the block are brought. Raises RequestError where a block is missing that is needed."""
         blocks = []
         for group, (spec, first_token) in enumerate(zip(self._tree.specs, first_tokens, strict=True)):
             block, needed = ceil_div(first_token, self._page_tokens), spec.first_needed(num_tokens) // self._page_tokens
@@ -73,6 +73,8 @@ class PrefixTransfers:
                     f"{first_token} on, and with page_size={self._page_tokens} it is needed from token "
                     f"{needed * self._page_tokens} on: use the page_size that it was saved with"
                 )
+            # No more than one block below what is needed, like other places to resume.
+            block = max(block, spec.first_needed(max(0, num_tokens - self._page_tokens)) // self._page_tokens)
             blocks.append(min(block, num_tokens // self._page_tokens))
         return blocks
 
@@ -91,9 +93,9 @@ class PrefixTransfers:
                 for first, group in zip(first_blocks, self._layout.groups, strict=True)
             )
             raise CapacityError(
-                f"the prefix of {length} tokens takes {need} bytes of the {supply.total_bytes} bytes of KV memory, and "
-                "what running requests and pinned prefixes use leaves less: wait for requests to end, unpin prefixes, or "
-                "give more memory"
+                f"the prefix of {length} tokens takes {need} of {supply.total_bytes} bytes of KV memory, and running "
+                "requests and pinned prefixes leave less: wait for requests to end, unpin prefixes, or give more "
+                "memory"
             )
         pages = [np.array(one, dtype=np.int64) for one in taken]
         try:

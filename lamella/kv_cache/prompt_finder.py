@@ -7,6 +7,7 @@ import numpy as np
 from lamella.kv_cache.child_index import NO_NODE
 from lamella.kv_cache.expectations import Expectation
 from lamella.kv_cache.layout import KVLayout
+from lamella.kv_cache.pinned_prefixes import PinnedPrefixes
 from lamella.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from lamella.kv_cache.prefix_tree import PrefixTree, Salt
 from lamella.kv_cache.replay import ReplayRule
@@ -17,9 +18,11 @@ from lamella.kv_cache.settings import CacheSettings
 class PromptFinder:
     """Looks prompts up in the tree. Only `expect` changes it: it adds a resume point and an expectation of it."""
 
-    def __init__(self, layout: KVLayout, settings: CacheSettings, replay: ReplayRule, tree: PrefixTree) -> None:
+    def __init__(
+        self, layout: KVLayout, settings: CacheSettings, replay: ReplayRule, tree: PrefixTree, pins: PinnedPrefixes
+    ) -> None:
         self._layout, self._page_tokens = layout, layout.page_tokens
-        self._replay, self._tree = replay, tree
+        self._replay, self._tree, self._pins = replay, tree, pins
         self._caches_prefixes, self._replays = settings.enable_prefix_caching, settings.windowed_replay
         self._keeps_ends = settings.retention.keeps_ends
         self._keeps_boundaries = self._caches_prefixes and (self._keeps_ends or not tree.windowed_groups)
@@ -55,6 +58,8 @@ class PromptFinder:
         if not self._caches_prefixes:
             return NO_MATCH
         match = self._tree.match(token_ids, salt, len(token_ids) - 1)
+        if self._pins.holds:
+            match = self._pins.improve(match, token_ids, salt)
         if not self._replays:
             return match
         num_blocks = min(len(match.whole_path), (len(token_ids) - 1) // self._page_tokens)
