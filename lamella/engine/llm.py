@@ -12,12 +12,14 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from lamella.argument_checks import truth_value
+from lamella.engine.chat_boundaries import characters_before
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine
 from lamella.engine.generate_progress import generate_progress
 from lamella.engine.model_opening import ServedConfig
 from lamella.engine.outputs import RequestOutput
-from lamella.engine.prompts import ParsedPrompt, Prompt, split_prompts
+from lamella.engine.prefix_boundaries import message_indices, tokens_before
+from lamella.engine.prompts import ParsedPrompt, Prompt, TokensPrompt, split_prompts
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
 from lamella.engine.saved_prefixes import PrefixFile
 from lamella.engine.turns import Turns, in_turn
@@ -37,6 +39,7 @@ _CHAT_ARGUMENTS = (
     "continue_final_message",
     "tools",
     "chat_template_kwargs",
+    "prefix_boundary",
 )
 
 
@@ -123,6 +126,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        prefix_boundary: int | Sequence[int] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, rendered with the model's chat template.
@@ -130,9 +134,35 @@ class LLM:
         messages: [{"role": "user", "content": ...}, ...]; what else a message may hold depends on the template.
         chat_template: a Jinja template to use instead, or the name of one of the model's. continue_final_message: go on
         with the last message instead of answering it, which needs add_generation_prompt=False. tools: JSON schemas, or
-        functions with type hints and a docstring. chat_template_kwargs: further variables for the template.
+        functions with type hints and a docstring. chat_template_kwargs: further variables for the template, such as
+        enable_thinking. prefix_boundary: index of a message, or of several, after which other conversations will part
+        from these (0: after the first, the system message): see docs/prefixes.md.
         """
         refuse_foreign("chat", vllm_arguments, known=_CHAT_ARGUMENTS, foreign=CHAT_ARGUMENTS)
+        prompts = self.chat_prompts(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            prefix_boundary=prefix_boundary,
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompts(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        prefix_boundary: int | Sequence[int] | None = None,
+    ) -> list[TokensPrompt]:
+        """The prompts that `chat` gives to `generate`, which take the same arguments: for `pin_prefix`, `save_prefix`
+        and engines that are stepped."""
         truth_value("add_generation_prompt", add_generation_prompt, RequestError)
         conversations = _split_conversations(messages)
         tokenizer = self.get_tokenizer()
@@ -145,18 +175,28 @@ class LLM:
         variables = dict(chat_template_kwargs or {})
         if clashing := sorted(set(variables) & {*arguments, "messages", "tokenize", "return_dict"}):
             raise RequestError(f"chat_template_kwargs has {', '.join(clashing)}: pass them to chat itself")
-        prompts: list[Prompt] = []
+        prompts: list[TokensPrompt] = []
         for index, conversation in enumerate(conversations):
+
+            def render(messages: Sequence[Message]) -> str:
+                text: str = tokenizer.apply_chat_template(messages, **arguments, **variables)
+                return text
+
             try:
-                text = tokenizer.apply_chat_template(conversation, **arguments, **variables)
+                text = render(conversation)
+                indices = message_indices(prefix_boundary, len(conversation))
+                ends = characters_before(render, conversation, text, indices)
             except RequestError as error:
                 if len(conversations) == 1:
                     raise
                 raise RequestError(f"conversation {index}: {error}") from error
             # Chat templates write the special tokens themselves.
             ids = tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+            prompt: TokensPrompt = {"prompt": text, "prompt_token_ids": ids}
+            if ends:
+                prompt["prefix_boundary"] = tokens_before(tokenizer, text, ids, ends, add_special_tokens=False)
+            prompts.append(prompt)
+        return prompts
 
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None, name: str | None = None) -> PinnedPrefix:
         """`Engine.pin_prefix`, and compute the prompt now if it is not cached. Where that fails it is not pinned."""

@@ -15,6 +15,7 @@ from lamella.argument_checks import WholeRange, shown
 from lamella.errors import RequestError
 from lamella.model_executor.text.tokenizer import Tokenizer
 
+_ONE = {"tokens": "a number of", "characters": "a number of", "messages": "an index of"}
 MOST_BOUNDARIES = 64  # of one prompt: each costs a window's memory
 
 
@@ -30,8 +31,14 @@ def whole_numbers(given: Any, least: int, most: int, unit: str) -> list[int]:
     numbers = list(given) if many else [given]
     if len(numbers) > MOST_BOUNDARIES:
         raise RequestError(f"prefix_boundary has {len(numbers)} places: give at most {MOST_BOUNDARIES}")
-    allowed = WholeRange(least, most, f"a number of {unit} from {least} to {most}, or a list of them")
+    allowed = WholeRange(least, most, f"{_ONE[unit]} {unit} from {least} to {most}, or a list of them")
     return sorted({allowed.check("prefix_boundary", one, RequestError) for one in numbers})
+
+
+def message_indices(given: Any, num_messages: int) -> list[int]:
+    """`prefix_boundary` of a chat as ascending indices of its messages. Negative ones count from the end."""
+    numbers = whole_numbers(given, -num_messages, num_messages - 1, "messages")
+    return sorted({one % num_messages for one in numbers})
 
 
 def joined(parts: Any) -> tuple[str, list[int]]:

@@ -95,7 +95,7 @@ def write_prefix_file(path: Path, ties: PrefixTies, prefix: SavedPrefix) -> int:
     }
     header = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT_BYTES)
-    header = header.replace(_NO_DIGEST, hashlib.sha256(header).hexdigest().encode(), 1)
+    header = _with_digest(header, hashlib.sha256(header).hexdigest().encode())
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", suffix=".part", dir=path.parent)
         try:
@@ -143,7 +143,7 @@ def _read(
             f"{refused} has version {shown(metadata.get('version'))} of the format, and this is {VERSION}: save it anew"
         )
     found = _OWN_DIGEST.findall(header)
-    if len(found) != 1 or hashlib.sha256(header.replace(found[0], _NO_DIGEST, 1)).hexdigest().encode() != found[0]:
+    if len(found) != 1 or hashlib.sha256(_with_digest(header, _NO_DIGEST)).hexdigest().encode() != found[0]:
         raise PrefixFileError(f"{refused} is damaged: its header has another checksum; save or copy it again")
     for name, wanted in dataclasses.asdict(ties).items():
         if metadata.get(name) != wanted:
@@ -173,10 +173,21 @@ def _read(
         )
         for layer, spec in specs.items()
     }
-    salt = json.loads(metadata["salt"])
-    if salt is not None and not isinstance(salt, str):
-        raise PrefixFileError(f"{refused} has the salt {shown(salt)}: must be a string or null; save it anew")
+    salt = _salt(refused, metadata)
     return SavedPrefix(tensor("token_ids", torch.int32).numpy(), salt, layers)
+
+
+def _with_digest(header: bytes, digest: bytes) -> bytes:
+    return _OWN_DIGEST.sub(b'"sha256":"' + digest + b'"', header)
+
+
+def _salt(refused: str, metadata: Mapping[str, Any]) -> str | None:
+    given = metadata.get("salt")
+    with suppress(ValueError, TypeError, RecursionError):
+        salt = json.loads(given)  # type: ignore[arg-type]
+        if salt is None or isinstance(salt, str):
+            return salt
+    raise PrefixFileError(f"{refused} has the salt {shown(given)}: must be a string or null, as JSON; save it anew")
 
 
 def _header(refused: str, file: BinaryIO, file_bytes: int) -> bytes:

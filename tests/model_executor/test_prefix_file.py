@@ -102,7 +102,8 @@ def signed(path, change) -> None:
     change(header)
     header["__metadata__"]["sha256"] = "0" * 64
     text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.replace(b"0" * 64, prefix_file.hashlib.sha256(text).hexdigest().encode(), 1)
+    digest = prefix_file.hashlib.sha256(text).hexdigest().encode()
+    text = text.replace(b'"sha256":"' + b"0" * 64, b'"sha256":"' + digest)
     path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
 
 
@@ -119,7 +120,7 @@ def signed(path, change) -> None:
         (lambda header: header["token_ids"].update(shape=[True]), "of 0 tokens"),
         (lambda header: header["__metadata__"].update(version="0"), "version '0' of the format, and this is 1"),
         (lambda header: header["__metadata__"].pop("format"), "without a prefix"),
-        (lambda header: header["__metadata__"].update(salt="3"), "has the salt 3"),
+        (lambda header: header["__metadata__"].update(salt="3"), "has the salt '3'"),
         (lambda header: header["__metadata__"].update(salt="{"), "has the salt"),
         (lambda header: header["__metadata__"].pop("salt"), "has the salt"),
         (lambda header: header["__metadata__"].update(data_sha256="f" * 64), "its tensors have another checksum"),
