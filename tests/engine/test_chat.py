@@ -67,15 +67,15 @@ def test_final_message_is_continued_as_in_transformers(llm, folder):
 
 
 REASONING = (
-    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
-    "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% if tools %}{% for t in tools %}{{ t.function.name }} {{ t.function.parameters | tojson }};{% endfor %}"
     "{% endif %}"
-    "{% if m.tool_calls %}{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}"
-    "</call>{% endfor %}{% else %}{{ m.content }}{% endif %}[end]{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% if enable_thinking is defined and not enable_thinking %}"
-    "<think></think>{% endif %}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% else %}{{ m.content }}{% endif %}.{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% if enable_thinking is defined and not enable_thinking %}()"
+    "{% endif %}{% endif %}"
 )
-TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"a": 1}}}
 
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}])

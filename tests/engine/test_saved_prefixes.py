@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from lamella import LLM, CapacityError, PrefixFileError, RequestError, SamplingParams
@@ -101,7 +103,9 @@ def test_pins_on_an_engine(folder, computed):
         assert answer(llm, [*PREFIX, *QUESTION]) == (91, computed)
         later = llm.engine.pin_prefix([2, *range(20, 60)])
         assert (later.name, later.is_cached) == ("prefix-0", False)
-        assert "system                   91" in llm.engine.kv_cache_report()
+        assert re.search(
+            r"^system +91 +[\d.]+ KiB +yes\nprefix-0 +41 .* when computed$", llm.engine.kv_cache_report(), re.M
+        )
         answer(llm, [2, *range(20, 70)])
         assert [one.is_cached for one in llm.pinned_prefixes()] == [True, True]
         with pytest.raises(RequestError, match="name='system'"):
