@@ -3,6 +3,7 @@
     python benchmarks/benchmark_kv_replay.py --trace agentic --trace-dir TRACES --requests 300 --scale 0.25 \\
         --max-total 20480 --sessions 25 --layout gpt-oss-20b --layout gemma-3-27b --budget-requests 8 \\
         --budget-requests 32 --systems lamella,split:0.8,hybrid-off --output-json results.json --plot results.png
+    python benchmarks/benchmark_kv_replay.py --trace documents --systems lamella,hinted --budget-requests 8
     python benchmarks/benchmark_kv_replay.py --decode-only 256 --context 8192 --steps 1000 --layout gpt-oss-20b
     python benchmarks/benchmark_kv_replay.py --prompt-cost 10000 --layout gpt-oss-20b
     python benchmarks/benchmark_kv_replay.py --prompt-cost 1000 --siblings 100 --siblings 1000 --siblings 10000
@@ -26,14 +27,14 @@ from kv_replay.replay_table import ReplayTable, replay_jobs
 from kv_replay.report import replay_report
 from kv_replay.results import Refusal, Result, budget_name
 from kv_replay.systems import Limits, parse_system
-from kv_replay.traces import FILES
+from kv_replay.traces import DOCUMENTS, TRACES
 from lamella.engine.scheduling.waiting_queue import SCHEDULING_POLICIES
 from lamella.errors import ConfigError, LamellaError
 from lamella.plot_path import check_plot_path
 
 
 @click.command(context_settings={"show_default": True}, help=__doc__.splitlines()[0])
-@click.option("--trace", "traces", type=click.Choice(list(FILES)), multiple=True, default=("agentic",))
+@click.option("--trace", "traces", type=click.Choice(TRACES), multiple=True, default=("agentic",))
 @click.option("--trace-dir", type=click.Path(), help="folder of the trace files")
 @click.option("--requests", "num_requests", type=click.IntRange(min=1), default=300, help="how many of each trace")
 @click.option("--skip-requests", type=click.IntRange(min=0), default=0,
@@ -47,7 +48,7 @@ from lamella.plot_path import check_plot_path
 @click.option("--policy", "policies", type=click.Choice(SCHEDULING_POLICIES), multiple=True, default=("fcfs",),
               help="lamella's; vLLM is always fcfs")  # fmt: skip
 @click.option("--systems", default="lamella",
-              help="of lamella, split:RATIO, hybrid-off, vllm, vllm:INTERVAL, vllm-dense")  # fmt: skip
+              help="of lamella, hinted, split:RATIO, hybrid-off, vllm, vllm:INTERVAL, vllm-dense")  # fmt: skip
 @click.option("--vllm-python", type=click.Path(), help="an interpreter that has vLLM, for system vllm")
 @click.option("--page-size", type=click.IntRange(min=1), default=16, help="tokens")
 @click.option("--interval", "intervals", type=click.IntRange(min=1), multiple=True,
@@ -74,7 +75,7 @@ def main(traces, trace_dir, num_requests, skip_requests, scale, max_total, sessi
     is_replay = decode_only is None and prompt_cost is None
     if decode_only is not None and prompt_cost is not None:
         raise click.UsageError("--decode-only and --prompt-cost are runs of their own; give one of them")
-    if is_replay and trace_dir is None:
+    if is_replay and trace_dir is None and set(traces) != {DOCUMENTS}:
         raise click.UsageError("--trace-dir is needed: the folder that holds the trace files")
     if is_replay and repeats > 1:
         raise click.UsageError("--repeats is for --decode-only and --prompt-cost: a replay's figures do not vary")

@@ -9,6 +9,7 @@ from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, Re
 from lamella.engine.prompts import Prompt as PromptType
 from lamella.engine.prompts import TextPrompt, TokensPrompt
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
+from lamella.engine.saved_prefixes import PrefixFile
 from lamella.engine.scores import ScoreOutput
 from lamella.errors import (
     CapacityError,
@@ -18,9 +19,11 @@ from lamella.errors import (
     InvariantError,
     LamellaError,
     ModelLoadError,
+    PrefixFileError,
     RequestError,
     UnsupportedArgumentError,
 )
+from lamella.kv_cache.pinned_prefixes import PinnedPrefix
 
 __version__ = "0.1.0"
 
@@ -48,6 +51,9 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "ModelLoadError",
+    "PinnedPrefix",
+    "PrefixFile",
+    "PrefixFileError",
     "PromptType",
     "RequestError",
     "RequestMetrics",

@@ -29,6 +29,10 @@ class UnsupportedArgumentError(ConfigError, RequestError):
     engines and requests, so that a script that is being ported need not tell them apart."""
 
 
+class PrefixFileError(LamellaError, ValueError):
+    """A file of a saved prefix that cannot be written or loaded: wrong, old, cut or damaged."""
+
+
 class EngineClosedError(LamellaError, RuntimeError):
     """The engine was used after `close()`."""
 

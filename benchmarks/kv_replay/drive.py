@@ -41,8 +41,9 @@ class Driver:
         self._budget_bytes = budget_bytes
         self._memory = _MemoryNotes(scheduler, budget_bytes)
 
-    def add(self, request_id: str, prompt: np.ndarray, output: np.ndarray) -> None:
-        """prompt, output: int32. The request ends when it has been given all of `output`, whatever the ids."""
+    def add(self, request_id: str, prompt: np.ndarray, output: np.ndarray, boundaries: tuple[int, ...] = ()) -> None:
+        """prompt, output: int32. boundaries: where other prompts part from this one, as far as told. The request
+        ends when it has been given all of `output`, whatever the ids."""
         self._outputs[request_id] = output
         self._arrival_step[request_id] = len(self.step_seconds)
         start = time.perf_counter()
@@ -57,6 +58,7 @@ class Driver:
             eos_token_ids=frozenset(),
             stop_token_ids=frozenset(),
             arrival_time=0.0,
+            prefix_boundaries=boundaries,
         )
         self.scheduler.add(request)
         self.add_seconds.append(time.perf_counter() - start)
@@ -182,16 +184,22 @@ class _MemoryNotes:
 
 
 def replay(
-    scheduler: Scheduler, requests: Sequence[TraceRequest], *, num_sessions: int, budget_bytes: int
+    scheduler: Scheduler,
+    requests: Sequence[TraceRequest],
+    *,
+    num_sessions: int,
+    budget_bytes: int,
+    tells_boundaries: bool = False,
 ) -> Measurements:
-    """All requests as closed-loop sessions: a turn arrives when the one before it is answered."""
+    """All requests as closed-loop sessions: a turn arrives when the one before it is answered. tells_boundaries: say
+    where prompts will part, where the trace knows."""
     driver = Driver(scheduler, budget_bytes=budget_bytes)
     loop = ClosedLoop(requests, num_sessions)
     on_their_way: dict[str, TraceRequest] = {}
 
     def arrive(request: TraceRequest) -> None:
         on_their_way[request.request_id] = request
-        driver.add(request.request_id, *token_ids(request))
+        driver.add(request.request_id, *token_ids(request), request.boundaries if tells_boundaries else ())
 
     for request in loop.start():
         arrive(request)

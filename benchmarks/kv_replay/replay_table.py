@@ -24,7 +24,7 @@ class ReplayTable:
     """
 
     traces: tuple[str, ...]
-    trace_dir: str
+    trace_dir: str | None
     num_requests: int
     skip_requests: int = 0
     scale: float = 1.0
@@ -96,4 +96,10 @@ def _replay(table: ReplayTable, cell: Cell, system: System, limits: Limits) -> O
             table.vllm_python, system, specs, limits, requests, num_sessions=table.num_sessions, **memory
         )
     scheduler = build_scheduler(system, specs, limits, **memory)
-    return drive.replay(scheduler, requests, num_sessions=table.num_sessions, budget_bytes=cell.budget_bytes)
+    return drive.replay(
+        scheduler,
+        requests,
+        num_sessions=table.num_sessions,
+        budget_bytes=cell.budget_bytes,
+        tells_boundaries=system.kind == "hinted",
+    )

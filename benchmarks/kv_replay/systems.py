@@ -1,6 +1,7 @@
 """The ways to manage KV memory that are compared, by the names that --systems takes.
 
 lamella       slabs lent to whichever group needs them
+hinted        the same, and requests say where prompts will part (`prefix_boundary`), where the trace knows
 split:R       fixed pools, R windowed tokens per full token
 hybrid-off    every layer keeps its KV for the request's life
 vllm          vLLM's own scheduler and KV cache manager (see `vllm_process`); vllm:I keeps a window every I tokens
@@ -47,7 +48,7 @@ class Labels(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """kind: "lamella", "split", "hybrid-off", "vllm" or "vllm-dense"; value: what follows the colon."""
+    """kind: "lamella", "hinted", "split", "hybrid-off", "vllm" or "vllm-dense"; value: what follows the colon."""
 
     kind: str
     value: float | None = None
@@ -79,12 +80,14 @@ def parse_system(text: str) -> System:
     except ValueError:
         number = -1.0
     takes_value = {
-        "lamella": (False,), "hybrid-off": (False,), "split": (True,), "vllm": (False, True), "vllm-dense": (False,)
+        "lamella": (False,), "hinted": (False,), "hybrid-off": (False,), "split": (True,), "vllm": (False, True),
+        "vllm-dense": (False,),
     }  # fmt: skip
     is_sensible = number is None or (number > 0 if kind == "split" else number >= 0)
     if (number is not None) not in takes_value.get(kind, ()) or not is_sensible:
         raise ConfigError(
-            f"system {text!r} is not known; use lamella, split:RATIO, hybrid-off, vllm, vllm:INTERVAL or vllm-dense"
+            f"system {text!r} is not known; use lamella, hinted, split:RATIO, hybrid-off, vllm, vllm:INTERVAL or "
+            "vllm-dense"
         )
     return System(kind, number)
 

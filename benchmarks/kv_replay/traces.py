@@ -8,6 +8,7 @@ sharing that the trace recorded, and no other.
     conversation       chats, each request a session of its own; 512-token spans (kvcache-ai/Mooncake)
     conversation-cont  the same, with later turns linked to what they continue (see `_link_continuations`)
     synthetic          as conversation (kvcache-ai/Mooncake)
+    documents          made up: questions on documents, see `_documents`; no file is read
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ FILES = {
     "conversation-cont": "mooncake_conversation_trace.jsonl.gz",
     "synthetic": "mooncake_synthetic_trace.jsonl.gz",
 }
+DOCUMENTS = "documents"
+TRACES = (*FILES, DOCUMENTS)
+# Of the documents: how many a session goes through in turns, questions on each, and the ranges of tokens.
+_DOCUMENTS_AT_ONCE, _QUESTIONS = 3, 5
+_DOCUMENT_TOKENS, _QUESTION_TOKENS, _ANSWER_TOKENS = (2_000, 16_000), (20, 200), (40, 300)
 MOONCAKE_SPAN_TOKENS = 512
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: neighbouring seeds give unrelated ids
 
@@ -41,7 +47,7 @@ class TraceRequest:
     """One turn. hash_ids name spans of span_tokens prompt tokens each, from the first token on, within `scope`.
 
     continued_by: the next turn, where its prompt begins with this prompt; it tells what this turn's last tokens and
-    output were.
+    output were. boundaries: after how many tokens other prompts part from this one, as the application knows.
     """
 
     request_id: str
@@ -52,6 +58,7 @@ class TraceRequest:
     span_tokens: int
     scope: str
     continued_by: TraceRequest | None = field(default=None, repr=False)
+    boundaries: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +71,12 @@ class TraceRequest:
 
 
 def load_trace(
-    trace: str, trace_dir: str | Path, *, num_requests: int, scale: float = 1.0, max_total_tokens: int | None = None
+    trace: str,
+    trace_dir: str | Path | None,
+    *,
+    num_requests: int,
+    scale: float = 1.0,
+    max_total_tokens: int | None = None,
 ) -> list[TraceRequest]:
     """The trace's first `num_requests` requests, in its order.
 
@@ -72,8 +84,12 @@ def load_trace(
     with the rest of their session. Raises ConfigError for an unknown trace, a missing file, or a scale that leaves
     less than one token of a span.
     """
-    if trace not in FILES:
-        raise ConfigError(f"trace={trace!r} is not known; choose one of {', '.join(FILES)}")
+    if trace not in TRACES:
+        raise ConfigError(f"trace={trace!r} is not known; choose one of {', '.join(TRACES)}")
+    if trace == DOCUMENTS:
+        return _documents(num_requests, scale, max_total_tokens if max_total_tokens is not None else 1 << 62)
+    if trace_dir is None:
+        raise ConfigError(f"trace {trace!r} is read from a file: give the folder that holds it as trace_dir")
     path = Path(trace_dir) / FILES[trace]
     if not path.is_file():
         raise ConfigError(f"trace {trace!r} is read from {path}, which does not exist; give its folder as trace_dir")
@@ -112,6 +128,36 @@ def _expand(scope: str, hash_ids: tuple[Any, ...], span_tokens: int) -> np.ndarr
     seeds = np.array([int.from_bytes(digest, "little") for digest in digests], dtype=np.uint64)
     mixed: np.ndarray = (seeds[:, None] + np.arange(span_tokens, dtype=np.uint64)) * _MULTIPLIER
     return ((mixed >> np.uint64(40)) % np.uint64(VOCAB_SIZE)).astype(np.int32).ravel()
+
+
+def _documents(num_requests: int, scale: float, limit: int) -> list[TraceRequest]:
+    """Sessions that put several questions to each of several documents, in turns: the first to each, then the second.
+    Every prompt is a document and a question after it, so all prompts on a document part where it ends.
+
+    Lengths are drawn evenly on a logarithmic scale, and are the same in every call."""
+    rng = np.random.default_rng(0)
+
+    def length(least: int, most: int) -> int:
+        return _scaled(int(np.exp(rng.uniform(np.log(least), np.log(most)))), scale)
+
+    requests: list[TraceRequest] = []
+    session = 0
+    while len(requests) < num_requests:
+        documents = [length(*_DOCUMENT_TOKENS) for _ in range(_DOCUMENTS_AT_ONCE)]
+        for question in range(_QUESTIONS):
+            for index, num_tokens in enumerate(documents):
+                num_prompt, num_output = num_tokens + length(*_QUESTION_TOKENS), length(*_ANSWER_TOKENS)
+                if num_prompt + num_output > limit:
+                    continue
+                name, scope = f"s{session}.{question}.{index}", f"{DOCUMENTS}/{session}"
+                requests.append(
+                    TraceRequest(name, f"s{session}", num_prompt, num_output, (index,), num_tokens, scope,
+                                 boundaries=(num_tokens,))
+                )  # fmt: skip
+        session += 1
+        if session > num_requests and not requests:
+            break
+    return requests[:num_requests]
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -40,6 +40,7 @@ WHOLE_NUMBERS = {
     "max_loras": WholeRange(1, 2**16),
     "max_cpu_loras": WholeRange(1, 2**16),
     "max_lora_rank": WholeRange(1, 2**16),
+    "max_pinned_bytes": WholeRange(0, 2**50),
 }
 MAX_CPU_LORAS = 16
 MAX_MODEL_LEN = WholeRange(-1, MOST_TOKENS, f'a whole number from 1 to {MOST_TOKENS}, or "auto" (or -1)')
@@ -85,6 +86,8 @@ class EngineConfig:
         nobody waits forever). LLM and the command line use "prefix" unless told otherwise.
     retention: which prefixes of sliding layers stay cached: "tails" (the ends of prompts and outputs), "all" or "none".
     retention_grid_tokens: with "tails", keep one every so many tokens, too; None: no more than the ends.
+    max_pinned_bytes: the most KV memory that pinned prefixes may keep, beside which one request of max_model_len must
+        fit; None: all that leaves room for one.
     disable_hybrid_kv_cache: keep every layer's KV for the request's life, as if no layer had a window.
     windowed_replay: where a prompt's full-attention KV is cached and its sliding windows are gone, compute those
         again, if that costs less than half of what it saves. In a model with sliding layers only, compute no more of a
@@ -134,6 +137,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     retention: str = "tails"
     retention_grid_tokens: int | None = None
+    max_pinned_bytes: int | None = None
     disable_hybrid_kv_cache: bool = False
     windowed_replay: bool = True
     kv_split: str = "elastic"

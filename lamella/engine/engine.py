@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from lamella.argument_checks import shown
 from lamella.engine.config import EngineConfig
@@ -26,6 +28,7 @@ from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, parse_prompt
 from lamella.engine.request_rules import RuleMaker, make_prompt_scores
 from lamella.engine.sampling_params import SamplingParams
+from lamella.engine.saved_prefixes import PrefixFile, enter_prefix, load_prefix, prefix_ties, save_prefix
 from lamella.engine.scheduling.request import NO_ADAPTER, Request
 from lamella.engine.scheduling.request_rows import RunningTokens, require_fitting
 from lamella.engine.structured.compiler import GrammarCompiler
@@ -39,13 +42,17 @@ from lamella.engine.vllm_request_arguments import (
     FROM_ENGINE_ARGS_ARGUMENTS,
     RESET_PREFIX_CACHE_ARGUMENTS,
 )
-from lamella.errors import CapacityError, ConfigError, EngineClosedError, RequestError
+from lamella.errors import CapacityError, ConfigError, EngineClosedError, PrefixFileError, RequestError
 from lamella.kv_cache import invariants
 from lamella.kv_cache.counters import GroupUsage, KVCacheCounters
+from lamella.kv_cache.pinned_prefixes import PinnedPrefix
 from lamella.kv_cache.report import kv_cache_report
+from lamella.model_executor.prefix_file import PrefixTies
 from lamella.model_executor.runner import LaunchedStep
 from lamella.model_executor.text.tokenizer import Tokenizer
 from lamella.native.fork_guard import FORK_GUARD
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +120,7 @@ class Engine:
         self._num_arrived = 0
         served = self._loaded.model_config
         self._rules = RuleMaker(self._loaded.tokenizer, served.vocab_size, served.eos_token_ids)
+        self._ties: PrefixTies | None = None  # of saved prefixes, made when they are first asked for
         # Steps in flight, oldest first. Between calls of `step` there is one at most.
         self._launched: deque[LaunchedStep] = deque()
         self._books = _Books.SETTLED
@@ -142,9 +150,9 @@ class Engine:
         """Queue a request. Raises RequestError, with nothing changed, if it cannot be run as given.
 
         prompt: a string, token ids, {"prompt": ...} or {"prompt_token_ids": ...}, the dicts with an
-        optional "cache_salt". params: None: `get_default_sampling_params()`. lora_request: the adapter to run with,
-        loaded if it is not; ModelLoadError where it cannot be. vLLM's other arguments are accepted as long as their
-        values ask for nothing.
+        optional "cache_salt" and "prefix_boundary" (docs/prefixes.md). params: None: `get_default_sampling_params()`.
+        lora_request: the adapter to run with, loaded if it is not; ModelLoadError where it cannot be. vLLM's other
+        arguments are accepted as long as their values ask for nothing.
         """
         if vllm_arguments:
             known = ("request_id", "prompt", "params", "lora_request")
@@ -217,6 +225,7 @@ class Engine:
                 logits_functions=logits_functions(params.logits_processors),
                 # The samples' prompts are one: what is found of it is reported once.
                 prompt_scores=make_prompt_scores(params, num_prompt_tokens, vocab_size) if index == 0 else None,
+                prefix_boundaries=prompt.prefix_boundaries,
             )
             for index in range(params.n)
         ]
@@ -468,21 +477,106 @@ class Engine:
             slab_quota=loaded.manager.settings.slab_quota,
             step_pages_bytes=loaded.pool.step_pages_bytes,
             num_blocks_more=loaded.manager.settings.num_blocks_more,
+            pinned=loaded.manager.pinned(),
         )
 
+    # Prefixes by name
+
     @in_turn
-    def reset_prefix_cache(self, /, **vllm_arguments: Any) -> bool:
-        """Forget cached prefixes that no running request uses; True when none is left."""
-        refuse_foreign("reset_prefix_cache", vllm_arguments, known=(), foreign=RESET_PREFIX_CACHE_ARGUMENTS)
+    def pin_prefix(self, prompt: Any, *, cache_salt: str | None = None, name: str | None = None) -> PinnedPrefix:
+        """Keep a prompt's KV in the cache until `unpin_prefix`, for all prompts that begin with it: from now on if it
+        is cached; otherwise as soon as a request has computed it, which any that begins with it does.
+
+        prompt: as for `add_request`. name: to unpin it by; None: one is made up. Raises RequestError for prompts that
+        cannot be run and a name in use, CapacityError, with nothing changed, where pins would keep more than
+        max_pinned_bytes or leave too little for one request of max_model_len."""
+        loaded = self._require_settled()
+        prefix = self.parse_prefix(prompt, cache_salt)
+        known = {one.name for one in loaded.manager.pinned()}
+        if name is None:
+            name = next(one for one in map("prefix-{}".format, itertools.count()) if one not in known)
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"name={shown(name)}: must be a string that is not empty, or None")
+        return self._change_cache(lambda: loaded.manager.pin(name, prefix.token_ids, prefix.cache_salt))
+
+    @in_turn
+    def unpin_prefix(self, prefix: PinnedPrefix | str) -> None:
+        """Undo `pin_prefix`, by what that returned or by name: the prefix ages like any other from now on. Raises
+        RequestError where no such prefix is pinned."""
+        loaded = self._require_settled()
+        name = prefix.name if isinstance(prefix, PinnedPrefix) else prefix
+        if not isinstance(name, str):
+            raise RequestError(f"prefix={shown(prefix)} is no name of a pinned prefix: give what pin_prefix returned")
+        self._change_cache(lambda: loaded.manager.unpin(name))
+
+    @in_turn
+    def pinned_prefixes(self) -> list[PinnedPrefix]:
+        """All pinned prefixes, in the order in which they were pinned, and whether each is cached yet."""
+        return self._require_settled().manager.pinned()
+
+    @in_turn
+    def save_prefix(self, path: str | Path, prompt: Any, *, cache_salt: str | None = None) -> PrefixFile:
+        """Write a prompt's KV to a file, for `load_prefix` of another engine (docs/prefixes.md). An existing file is
+        replaced at once and whole.
+
+        Raises RequestError where the cache has not all of it (run a request with this prompt first), PrefixFileError
+        where the file cannot be written."""
+        loaded = self._require_settled()
+        prefix, ties = self.parse_prefix(prompt, cache_salt), self._prefix_ties(loaded)
+        return self._change_cache(lambda: save_prefix(loaded, ties, path, prefix.token_ids, prefix.cache_salt))
+
+    @in_turn
+    def load_prefix(self, path: str | Path) -> PrefixFile:
+        """Put what `save_prefix` wrote into the cache: prompts that begin with it find it, as if it had been computed
+        here. It ages as a prompt's `prefix_boundary` does; `pin_prefix` keeps it for good.
+
+        Raises PrefixFileError, with nothing changed, for a file that is damaged, cut, of another format, or from an
+        engine of another model, weight form, arithmetic, KV dtype or layers; RequestError where its window does not
+        fill pages of this size; CapacityError where no memory is free."""
+        loaded = self._require_settled()
+        prefix, told = load_prefix(loaded, self._prefix_ties(loaded), path)
+        self._change_cache(lambda: enter_prefix(loaded, prefix))
+        return told
+
+    def parse_prefix(self, prompt: Any, cache_salt: str | None = None) -> ParsedPrompt:
+        """`parse` for a prefix that is to be pinned or saved, under the salt that requests with it have."""
+        parsed = self.parse(prompt, SamplingParams())
+        salt = parsed.cache_salt
+        if cache_salt is not None:
+            if not isinstance(cache_salt, str) or not cache_salt:
+                raise RequestError(f"cache_salt={shown(cache_salt)}: must be a string that is not empty")
+            if salt not in (None, cache_salt):
+                raise RequestError(
+                    f"cache_salt={shown(cache_salt)}, and the prompt has {shown(salt)}: give one of them"
+                )
+            salt = cache_salt
+        return dataclasses.replace(parsed, cache_salt=salt)
+
+    def _prefix_ties(self, loaded: LoadedEngine) -> PrefixTies:
+        if self._ties is None:
+            self._ties = prefix_ties(self.config, loaded)
+        return self._ties
+
+    def _change_cache(self, change: Callable[[], Result]) -> Result:
+        """Make a change that is refused with nothing changed, or done; whatever else is raised empties the cache."""
         loaded = self._require_settled()
         try:
             self._books = _Books.HALF_DONE
-            is_empty = loaded.manager.reset_prefix_cache()
+            result = change()
             self._books = _Books.SETTLED
+        except (RequestError, ConfigError, PrefixFileError):
+            self._books = _Books.SETTLED
+            raise
         except BaseException:
             self._recover(loaded)
             raise
-        return is_empty
+        return result
+
+    @in_turn
+    def reset_prefix_cache(self, /, **vllm_arguments: Any) -> bool:
+        """Forget cached prefixes that no running request uses; True when none is left but pinned ones, which stay."""
+        refuse_foreign("reset_prefix_cache", vllm_arguments, known=(), foreign=RESET_PREFIX_CACHE_ARGUMENTS)
+        return self._change_cache(self._require_settled().manager.reset_prefix_cache)
 
     def close(self) -> None:
         """Give all memory back. Unfinished requests are dropped; closing twice is fine.

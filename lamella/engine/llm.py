@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -12,19 +13,23 @@ from tqdm.auto import tqdm
 
 from lamella.argument_checks import shown, truth_value
 from lamella.engine.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
+from lamella.engine.chat_boundaries import characters_before
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine
 from lamella.engine.generate_progress import generate_progress
 from lamella.engine.lora_request import LoRARequest
 from lamella.engine.model_opening import ServedConfig
 from lamella.engine.outputs import RequestOutput
-from lamella.engine.prompts import ParsedPrompt, Prompt, split_prompts
+from lamella.engine.prefix_boundaries import message_indices, tokens_before
+from lamella.engine.prompts import ParsedPrompt, Prompt, TokensPrompt, split_prompts
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
+from lamella.engine.saved_prefixes import PrefixFile
 from lamella.engine.scores import ScoredPair, ScoreOutput, encode_pair, pairs_of
 from lamella.engine.turns import Turns, in_turn
 from lamella.engine.vllm_keywords import refuse_foreign
 from lamella.engine.vllm_request_arguments import BEAM_SEARCH_ARGUMENTS, CHAT_ARGUMENTS, GENERATE_ARGUMENTS
 from lamella.errors import EngineClosedError, LamellaError, RequestError
+from lamella.kv_cache.pinned_prefixes import PinnedPrefix
 from lamella.model_executor.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -38,6 +43,7 @@ _CHAT_ARGUMENTS = (
     "tools",
     "chat_template_kwargs",
     "lora_request",
+    "prefix_boundary",
 )
 
 
@@ -207,6 +213,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        prefix_boundary: int | Sequence[int] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, rendered with the model's chat template.
@@ -214,10 +221,36 @@ class LLM:
         messages: [{"role": "user", "content": ...}, ...]; what else a message may hold depends on the template.
         chat_template: a Jinja template to use instead, or the name of one of the model's. continue_final_message: go on
         with the last message instead of answering it, which needs add_generation_prompt=False. tools: JSON schemas, or
-        functions with type hints and a docstring. chat_template_kwargs: further variables for the template.
+        functions with type hints and a docstring. chat_template_kwargs: further variables for the template, such as
+        enable_thinking. prefix_boundary: index of a message, or of several, after which other conversations will part
+        from these (0: after the first, the system message): see docs/prefixes.md.
         lora_request: as `generate` takes it.
         """
         refuse_foreign("chat", vllm_arguments, known=_CHAT_ARGUMENTS, foreign=CHAT_ARGUMENTS)
+        prompts = self.chat_prompts(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            prefix_boundary=prefix_boundary,
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def chat_prompts(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        prefix_boundary: int | Sequence[int] | None = None,
+    ) -> list[TokensPrompt]:
+        """The prompts that `chat` gives to `generate`, which take the same arguments: for `pin_prefix`, `save_prefix`
+        and engines that are stepped."""
         truth_value("add_generation_prompt", add_generation_prompt, RequestError)
         conversations = _split_conversations(messages)
         tokenizer = self.get_tokenizer()
@@ -230,21 +263,68 @@ class LLM:
         variables = dict(chat_template_kwargs or {})
         if clashing := sorted(set(variables) & {*arguments, "messages", "tokenize", "return_dict"}):
             raise RequestError(f"chat_template_kwargs has {', '.join(clashing)}: pass them to chat itself")
-        prompts: list[Prompt] = []
+        prompts: list[TokensPrompt] = []
         for index, conversation in enumerate(conversations):
+
+            def render(messages: Sequence[Message]) -> str:
+                text: str = tokenizer.apply_chat_template(messages, **arguments, **variables)
+                return text
+
             try:
-                text = tokenizer.apply_chat_template(conversation, **arguments, **variables)
+                text = render(conversation)
+                indices = message_indices(prefix_boundary, len(conversation))
+                ends = characters_before(render, conversation, text, indices)
             except RequestError as error:
                 if len(conversations) == 1:
                     raise
                 raise RequestError(f"conversation {index}: {error}") from error
             # Chat templates write the special tokens themselves.
             ids = tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+            prompt: TokensPrompt = {"prompt": text, "prompt_token_ids": ids}
+            if ends:
+                prompt["prefix_boundary"] = tokens_before(tokenizer, text, ids, ends, add_special_tokens=False)
+            prompts.append(prompt)
+        return prompts
+
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None, name: str | None = None) -> PinnedPrefix:
+        """`Engine.pin_prefix`, and compute the prompt now if it is not cached. Where that fails it is not pinned."""
+        engine = self.engine
+        pinned = engine.pin_prefix(prompt, cache_salt=cache_salt, name=name)
+        if pinned.is_cached:
+            return pinned
+        try:
+            self._compute_prefix(prompt, cache_salt)
+        except BaseException:
+            if not engine.is_closed:
+                engine.unpin_prefix(pinned)
+            raise
+        return next(one for one in engine.pinned_prefixes() if one.name == pinned.name)
+
+    def unpin_prefix(self, prefix: PinnedPrefix | str) -> None:
+        """Undo `pin_prefix`, by what that returned or by name."""
+        self.engine.unpin_prefix(prefix)
+
+    def pinned_prefixes(self) -> list[PinnedPrefix]:
+        """All pinned prefixes, in the order in which they were pinned."""
+        return self.engine.pinned_prefixes()
+
+    def save_prefix(self, path: str | Path, prompt: Prompt, *, cache_salt: str | None = None) -> PrefixFile:
+        """Compute a prompt, as far as it is not cached, and write its KV to a file: see `Engine.save_prefix`."""
+        self._compute_prefix(prompt, cache_salt)
+        return self.engine.save_prefix(path, prompt, cache_salt=cache_salt)
+
+    def load_prefix(self, path: str | Path) -> PrefixFile:
+        """Put what `save_prefix` wrote into the cache: see `Engine.load_prefix`."""
+        return self.engine.load_prefix(path)
+
+    def _compute_prefix(self, prompt: Prompt, cache_salt: str | None) -> None:
+        """Run a request with this prompt, whose end becomes a place to resume that goes after others."""
+        params = SamplingParams(temperature=0, max_tokens=1)
+        parsed = self.engine.parse_prefix(prompt, cache_salt)
+        self._run([dataclasses.replace(parsed, prefix_boundaries=(len(parsed.token_ids),))], [params], False)
 
     def reset_prefix_cache(self, **vllm_arguments: Any) -> bool:
-        """Forget cached prefixes; True when none is left."""
+        """Forget cached prefixes; True when none is left but pinned ones, which stay."""
         return self.engine.reset_prefix_cache(**vllm_arguments)
 
     def close(self) -> None:

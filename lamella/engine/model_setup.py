@@ -23,6 +23,7 @@ from lamella.kv_cache.layout import KVLayout, build_layout, without_sliding
 from lamella.kv_cache.memory import MemoryProfile, allocate_arena, available_memory_bytes, total_memory_bytes
 from lamella.kv_cache.retention import RetentionPolicy
 from lamella.kv_cache.sizing import PoolSize, decode_table_widths, size_pool, table_line_widths
+from lamella.kv_cache.spec import ceil_div
 from lamella.kv_cache.split import split_pools
 from lamella.model_executor.decode_graphs import CAPTURABLE_BACKENDS, CudaGraphs
 from lamella.model_executor.memory_profile import CudaMeter, LargestBatch, profile_memory
@@ -33,6 +34,7 @@ from lamella.model_executor.weights.loading import (
     load_tokenizer,
     resolve_model,
 )
+from lamella.model_executor.weights.model_source import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class LoadedEngine:
     scheduler: Scheduler
     runner: ModelRunner
     adapters: LoadedAdapters
+    source: ModelSource
 
     def let_go(self) -> None:
         """Let go of everything, so that the memory is free even if somebody still holds this object."""
@@ -123,6 +126,7 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
         windowed_replay=config.windowed_replay,
         skips_prompts=config.windowed_replay,
         step_pages_bytes=size.step_pages_bytes,
+        max_pinned_bytes=config.max_pinned_bytes,
     )
     scheduler = Scheduler(
         manager,
@@ -156,7 +160,9 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
         max_loaded=config.max_cpu_loras or config.max_loras or MAX_CPU_LORAS,
         max_rank=config.max_lora_rank,
     )
-    return LoadedEngine(tokenizer, model_config, default_params, layout, size, manager, scheduler, runner, adapters)
+    return LoadedEngine(
+        tokenizer, model_config, default_params, layout, size, manager, scheduler, runner, adapters, source
+    )
 
 
 def _with_tokenizer_end(model_config: ServedConfig, tokenizer: Tokenizer) -> ServedConfig:
@@ -230,9 +236,11 @@ def _size_memory(
             )
         interval_tokens = pools.interval_tokens
     else:
+        pinned_bytes = _pinned_bytes(config, layout)
         size = size_pool(
             layout,
             memory_bytes=memory_bytes,
+            set_aside_bytes=pinned_bytes,
             max_model_len=max_model_len,
             longest_model_len=model_config.max_position_embeddings,
             chunk_tokens=wanted_chunk,
@@ -248,6 +256,13 @@ def _size_memory(
             size.max_model_len,
         )
     return size, slab_quota, interval_tokens
+
+
+def _pinned_bytes(config: EngineConfig, layout: KVLayout) -> int:
+    """Bytes of whole slabs that max_pinned_bytes may take: each group may need a slab that it does not fill."""
+    if not config.max_pinned_bytes:
+        return 0
+    return (ceil_div(config.max_pinned_bytes, layout.slab_bytes) + len(layout.groups)) * layout.slab_bytes
 
 
 def _checked_memory_bytes(memory_bytes: int | None, device: torch.device) -> int | None:

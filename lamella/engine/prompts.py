@@ -10,6 +10,7 @@ import numpy as np
 
 from lamella.argument_checks import nearest_name, shown
 from lamella.engine.loaded_adapters import LoadedAdapter
+from lamella.engine.prefix_boundaries import joined, require_text, tokens_before, whole_numbers
 from lamella.engine.scheduling.token_rules import TokenRules
 from lamella.engine.structured.output_grammar import OutputGrammar
 from lamella.engine.vllm_request_arguments import PROMPT_KEYS
@@ -18,18 +19,20 @@ from lamella.model_executor.text.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict, total=False):
-    prompt: str
+    prompt: str | Sequence[str]
     cache_salt: str
+    prefix_boundary: int | Sequence[int]
 
 
 class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: Sequence[int]
     prompt: str
     cache_salt: str
+    prefix_boundary: int | Sequence[int]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
-KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prefix_boundary")
 FORMS = 'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
 
 
@@ -39,7 +42,8 @@ class ParsedPrompt:
     cache_salt: prefixes are shared only between prompts of equal salt.
     rules: what the request's parameters ask of the choice of tokens, for this model; None: nothing.
     new_grammar: makes the state of a sample in the grammar that its output is to follow; None: it follows none.
-    adapter: what it runs with; None: the model alone."""
+    adapter: what it runs with; None: the model alone.
+    prefix_boundaries: numbers of first tokens, ascending, behind which other prompts will part from this one."""
 
     text: str | None
     token_ids: np.ndarray
@@ -47,6 +51,7 @@ class ParsedPrompt:
     new_grammar: Callable[[], OutputGrammar] | None = None
     rules: TokenRules | None = None
     adapter: LoadedAdapter | None = None
+    prefix_boundaries: tuple[int, ...] = ()
 
     @property
     def salt(self) -> str | None:
@@ -74,6 +79,8 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, *, vocab_size: int, max_mode
     text: str | None = None
     salt: str | None = None
     tokens: Any = prompt
+    boundary: Any = None
+    part_ends: list[int] = []
     if isinstance(prompt, Mapping):
         _check_keys(prompt)
         salt = prompt.get("cache_salt")
@@ -83,20 +90,32 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, *, vocab_size: int, max_mode
             )
         text = prompt.get("prompt")
         tokens = prompt.get("prompt_token_ids")
+        boundary = prompt.get("prefix_boundary")
+        if isinstance(text, (list, tuple)) and tokens is None:
+            require_text(boundary)
+            text, part_ends = joined(text)
         if text is not None and not isinstance(text, str):
-            raise RequestError(f'prompt["prompt"] is {type(text).__name__}: must be a string')
+            raise RequestError(
+                f'prompt["prompt"] is {type(text).__name__}: must be a string, or a list of strings that are its parts'
+            )
     elif isinstance(prompt, str):
         text, tokens = prompt, None
+    boundaries: list[int] = []
     if tokens is None and text is not None:
         # An empty text is a prompt if the tokenizer adds a token of its own, such as <bos>.
         tokens = tokenizer.encode(text)
+        places = part_ends or whole_numbers(boundary, 1, len(text), "characters")
+        boundaries = tokens_before(tokenizer, text, tokens, places, add_special_tokens=True) if places else []
+        boundary = None
     token_ids = _check_token_ids(tokens, vocab_size)
     if len(token_ids) >= max_model_len:
         raise RequestError(
             f"prompt has {len(token_ids)} tokens, which leaves no room for output within "
             f"max_model_len={max_model_len}: shorten it to at most {max_model_len - 1} tokens"
         )
-    return ParsedPrompt(text, token_ids, salt)
+    if boundary is not None:
+        boundaries = whole_numbers(boundary, 1, len(token_ids), "tokens")
+    return ParsedPrompt(text, token_ids, salt, tuple(boundaries))
 
 
 def _check_keys(prompt: Mapping[str, Any]) -> None:

@@ -8,6 +8,8 @@
     occupancy              who moves into a row, and what it leaves behind
     finder (PromptFinder)  what need not be computed of a prompt
     outlook                what one request more, or one less, would mean for memory
+    pins (PinnedPrefixes)  what is never evicted
+    transfers              prefixes that leave the cache, or come in from elsewhere
     tree (PrefixTree)      what is cached
     arena (Arena)          which memory is lent to which group
     step pages (StepPages) what a step borrows for its own time
@@ -33,7 +35,10 @@ from lamella.kv_cache.inspection import Inspection
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.memory_outlook import Demand, ExpectedPrefixes, MemoryOutlook, Stake
 from lamella.kv_cache.page_supply import PageSupply
+from lamella.kv_cache.page_transfers import PageMoves
+from lamella.kv_cache.pinned_prefixes import PinnedPrefix, PinnedPrefixes, PinOrder
 from lamella.kv_cache.prefix_match import NO_MATCH, PrefixMatch
+from lamella.kv_cache.prefix_transfers import PrefixPages, PrefixTransfers, WritePages
 from lamella.kv_cache.prefix_tree import PrefixTree, Salt
 from lamella.kv_cache.prompt_finder import PromptFinder
 from lamella.kv_cache.replay import MAX_REPLAY_SHARE, ReplayRule
@@ -72,6 +77,7 @@ class BlockManager:
         windowed_replay: bool = True,
         skips_prompts: bool = False,
         step_pages_bytes: int = 0,
+        max_pinned_bytes: int | None = None,
     ) -> None:
         """See CacheSettings. Raises ConfigError for quotas that do not fit the layout or the arena."""
         self.layout = layout
@@ -86,6 +92,7 @@ class BlockManager:
             windowed_replay=windowed_replay,
             skips_prompts=skips_prompts,
             step_pages_bytes=step_pages_bytes,
+            max_pinned_bytes=max_pinned_bytes,
         )
         self._page_tokens = layout.page_tokens
         self._caches_prefixes = enable_prefix_caching
@@ -127,23 +134,29 @@ class BlockManager:
             windows,
             caches_prefixes=settings.enable_prefix_caching,
         )
-        self._finder = PromptFinder(layout, settings, replay, tree)
-        self._outlook = MemoryOutlook(layout, settings, rows, tree, supply, chunks)
+        pins = PinnedPrefixes(layout, settings, tree, None if before is None else before.pins.orders)
+        self._finder = PromptFinder(layout, settings, replay, tree, pins)
+        self._outlook = MemoryOutlook(layout, settings, rows, tree, supply, chunks, pins)
+        self._transfers = PrefixTransfers(layout, tree, supply)
         self._gathered = GatheredTables(rows)
         self._chunks, self._windows, self._commits = chunks, windows, commits
-        self._rows, self._tree, self._supply = rows, tree, supply
+        self._rows, self._tree, self._supply, self._pins = rows, tree, supply, pins
         # This line comes last: if `clear` is interrupted before it, the next `clear` still finds the old totals here.
-        self._parts = Inspection(rows, tree, arena, supply, step_pages, chunks, commits)
+        self._parts = Inspection(rows, tree, arena, supply, step_pages, chunks, commits, pins)
 
     # Prompts that wait
 
-    def match(self, token_ids: np.ndarray, salt: Salt = None) -> PrefixMatch:
+    def match(self, token_ids: np.ndarray, salt: Salt = None, boundaries: tuple[int, ...] = ()) -> PrefixMatch:
         """What need not be computed of this prompt (int32 [n]): what the cache has, and what no later token depends on.
         At least its last token is left to compute. Changes nothing. The answer holds until the next call that changes
         anything.
 
-        salt: prompts of different salts share nothing."""
-        return self._finder.match(token_ids, salt)
+        salt: prompts of different salts share nothing. boundaries: positions in the prompt, ascending, each from 1 to
+        n, where other prompts will part from it. Whoever begins with this match keeps places to resume there, which go
+        after others when memory is wanted."""
+        if self._pins.awaited:
+            boundaries = tuple(sorted({*boundaries, *self._pins.awaited_ends(token_ids, salt)}))
+        return self._finder.match(token_ids, salt, boundaries)
 
     def expect(self, token_ids: np.ndarray, salt: Salt, rank: int) -> Expectation | None:
         """A request waits with this prompt (int32 [n]): keep what the cache has of it longer than what nobody waits
@@ -200,7 +213,12 @@ class BlockManager:
         parting_tokens: how many first tokens this prompt shares with a waiting one (0: with none). A place to resume
         will be kept there, unless the match already shows a place where another prompt parted.
         """
-        return self._occupancy.begin(row, match, salt, parting_tokens)
+        if not self._occupancy.begin(row, match, salt, parting_tokens):
+            return False
+        if match.boundaries:
+            self._rows.boundaries[row] = match.boundaries
+            self._commits.keep_boundaries(row)
+        return True
 
     def grow(
         self,
@@ -225,7 +243,9 @@ class BlockManager:
             num_processed = num_computed
         windows = self._windows
         lowest_resume = windows.lowest_resume(row, num_processed, num_computed)
-        lowest_owned = windows.lowest_owned(num_processed, prompt_tokens) if prompt_tokens else num_processed
+        lowest_owned = num_processed
+        if prompt_tokens or self._rows.boundaries:
+            lowest_owned = windows.lowest_owned(row, num_processed, prompt_tokens)
         windows.slide(row, lowest_owned, lowest_resume, at_once=is_prefill)
         end = num_computed + num_new
         if is_prefill and self._has_windows:
@@ -250,7 +270,7 @@ class BlockManager:
         windows, before = self._windows, sum(self._supply.num_owned)
         for row, position, length in zip(rows, num_computed, prompt_tokens, strict=True):
             lowest_resume = windows.lowest_resume(row, position, position)
-            windows.slide(row, windows.lowest_owned(position, length), lowest_resume, at_once=True)
+            windows.slide(row, windows.lowest_owned(row, position, length), lowest_resume, at_once=True)
         return sum(self._supply.num_owned) < before
 
     def stake(self, row: int, num_computed: int) -> Stake:
@@ -268,6 +288,8 @@ class BlockManager:
             if self._rows.num_committed_at[row] * self._page_tokens > num_computed:
                 num_computed = self._occupancy.roll_back(row, num_computed)
             self._commits.commit_end(row, token_ids, num_computed)
+            if self._pins.awaited:
+                self._pins.settle()
         self._occupancy.leave(row)
 
     # Steps
@@ -357,6 +379,8 @@ class BlockManager:
         columns = rows[events].tolist(), num_computed[events].tolist(), ends_prompt[events].tolist()
         for row, position, ends in zip(*columns, strict=True):
             self._commits.commit(row, token_ids[row], position, ends_prompt=ends)
+        if len(events) and self._pins.awaited:
+            self._pins.settle()
 
     def fail_steps(self) -> bool:
         """All planned steps failed; none is in flight any more. Returns whether they were to move pages.
@@ -383,11 +407,59 @@ class BlockManager:
         on from where they were. If this call is interrupted, it must be repeated before any other."""
         self._begin_empty(self._parts)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix that no running request uses. Returns whether no cached page is left."""
+    def pin(self, name: str, token_ids: np.ndarray, salt: Salt = None) -> PinnedPrefix:
+        """Keep a prefix (int32 [n], n >= 1) in the cache until `unpin`: from now on, if it can be found whole, or as
+        soon as a request has computed it.
+
+        Raises RequestError for a name that is in use and where the settings keep no prefixes, and CapacityError, with
+        nothing changed, where pinned prefixes would keep more than `max_pinned_bytes`, or leave too little for one
+        request of max_model_len."""
+        return self._pins.order(PinOrder(name, np.array(token_ids, dtype=np.int32), salt))
+
+    def unpin(self, name: str) -> None:
+        """Undo `pin`: what is cached of the prefix ages like any other. Raises RequestError for a name of no pin."""
+        self._pins.cancel(name)
+
+    def pinned(self) -> list[PinnedPrefix]:
+        """All pinned prefixes, in the order in which they were pinned."""
+        return self._pins.states()
+
+    def export_prefix(self, token_ids: np.ndarray, salt: Salt = None) -> list[PrefixPages]:
+        """Where the KV of a prefix (int32 [n], n >= 1) lies, per group: in windowed groups what a resume at its end
+        needs, and one block more where that is there. Holds until the next call that changes anything; first the caller
+        makes the moves of `take_moves`. Changes nothing. Raises RequestError where the cache has not all of it."""
+        return self._transfers.give(token_ids, salt)
+
+    def import_prefix(self, token_ids: np.ndarray, salt: Salt, first_tokens: Sequence[int], write: WritePages) -> bool:
+        """Enter the KV of a prefix (int32 [n], n >= 1) that was computed elsewhere, as a place to resume that goes
+        after others. Evicts as needed. False, and `write` is not called, where the cache has all of it.
+
+        first_tokens: per group, from which token on there is KV. write: called once, with moves to make first and with
+        the pages to fill. If it raises, pages are free again, and moves that it did not make are lost: `clear`.
+        Raises, with nothing changed but evictions and moves, RequestError where a window is incomplete or the settings
+        keep no prefixes, and CapacityError where there is no memory."""
+        self._pins.require_kept()
+        is_new = self._transfers.take(token_ids, salt, first_tokens, write)
+        if self._pins.awaited:
+            self._pins.settle()
+        return is_new
+
+    def take_moves(self) -> list[PageMoves]:
+        """What compaction has moved and no step has copied yet: the caller must copy it at once, and no step will.
+        While a step is in flight there is nothing: it does so first."""
+        return self._supply.take_moves()
+
+    def reset_prefix_cache(self, *, pinned: bool = False) -> bool:
+        """Forget every cached prefix that no running request uses. Returns whether no cached page is left.
+
+        pinned: also what is pinned; those prefixes are pinned again when they have been computed anew. Otherwise it
+        stays, and does not count as left."""
+        if pinned:
+            self._pins.forget()
         while self._tree.evict_for_end() or self._tree.evict_one():
             pass
-        return not any(usage.cached for usage in self.usage().values())
+        cached = [usage.cached for usage in self.usage().values()]
+        return cached == self._pins.num_unowned(NO_MATCH)
 
     def usage(self) -> dict[str, GroupUsage]:
         """Pages of each group, by its name, now."""

@@ -65,23 +65,30 @@ class ChunkPages:
 
     def passing_blocks(self, row: int, num_computed: int, end: int) -> list[Span]:
         """The passing blocks of the chunk [num_computed, end) in windowed groups. What stays are the windows at the
-        chunk's last block end and at each place in the chunk where a resume point will be, each with one block more
-        (see `RowCommits.add_resume_point`)."""
+        chunk's last block end and at each place in the chunk where a resume point will be, boundaries among them, each
+        with one block more (see `RowCommits.add_resume_point`)."""
         rows, page_tokens = self._rows, self._page_tokens
         old = rows.num_blocks_at[row]
-        ends = [end // page_tokens * page_tokens]
-        if num_computed < rows.junction_at[row] < ends[0]:
-            ends.append(rows.junction_at[row])
+        last_end = end // page_tokens * page_tokens
+        block_ends = [last_end]
+        if num_computed < rows.junction_at[row] < last_end:
+            block_ends.append(rows.junction_at[row])
         if self._kept_block_ends is not None:
             blocks = range(num_computed // page_tokens + 1, end // page_tokens)
-            block_ends = (block * page_tokens for block in blocks)
-            ends += [one for one in block_ends if self._kept_block_ends.keeps_block_end(one, page_tokens)]
-        ends.sort()
+            every = (block * page_tokens for block in blocks)
+            block_ends += [one for one in every if self._kept_block_ends.keeps_block_end(one, page_tokens)]
+        # (the lowest position to keep a window for, the end of the blocks to keep) of each place
+        places = [(one - page_tokens, one) for one in block_ends]
+        if row in rows.boundaries:
+            # A place in the chunk's last block is kept with the window at its end.
+            inside = [one for one in rows.boundaries[row] if one <= last_end]
+            places += [(one - page_tokens, ceil_div(one, page_tokens) * page_tokens) for one in inside]
+        places.sort()
         passing = []
         for group in self._windowed_groups:
             start = max(old, rows.first_kept_at[group][row])
-            for kept_end in ends:
-                kept = self._specs[group].first_needed(max(0, kept_end - page_tokens)) // page_tokens
+            for lowest, kept_end in places:
+                kept = self._specs[group].first_needed(max(0, lowest)) // page_tokens
                 if start < kept:
                     passing.append((group, start, kept))
                 start = max(start, kept_end // page_tokens)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lamella.kv_cache.arena import Arena
 from lamella.kv_cache.chunk_pages import ChunkPages
 from lamella.kv_cache.page_supply import PageSupply
+from lamella.kv_cache.pinned_prefixes import PinnedPrefixes
 from lamella.kv_cache.prefix_tree import PrefixTree
 from lamella.kv_cache.row_commits import RowCommits
 from lamella.kv_cache.row_tables import RowTables
@@ -25,3 +26,4 @@ class Inspection:
     step_pages: StepPages
     chunks: ChunkPages
     commits: RowCommits
+    pins: PinnedPrefixes

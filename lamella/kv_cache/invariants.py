@@ -28,14 +28,16 @@ def check(manager: BlockManager) -> None:
 
     Checked: every page is in exactly one of free / cached / owned; reference and hold counts equal what
     rows, planned copies and resume points name; planned copies go into pages of their rows; tree and tables agree
-    both ways; nodes exist for a reason; what a row needs to go on is live; slabs hold pages of their own group only;
-    step pages are where the rows say, and no two of them overlap.
+    both ways; nodes exist for a reason; what a row needs to go on is live; pinned prefixes are whole and keep no more
+    than they may; slabs hold pages of their own group only; step pages are where the rows say, and no two of them
+    overlap.
     """
     parts = manager.inspect()
     tree_nodes = set(parts.tree.nodes())
     refs, private = _walk_rows(parts, tree_nodes)
     _check_step_pages(parts, manager.layout)
     _check_tree(parts, tree_nodes, refs)
+    _check_pins(parts, manager.layout)
     for group, spec in enumerate(manager.layout.groups):
         _check_pages(parts, group, spec, manager.layout.slab_units, tree_nodes, private[group])
 
@@ -89,8 +91,12 @@ def _walk_rows(parts: Inspection, tree_nodes: set[int]) -> tuple[Counter[tuple[i
                 target in rows.pages[group, row].tolist(),
                 f"row {row} group {group}: a copy is planned into page {target}, which the row does not have",
             )
+    pins.update(hold.path[-1] for hold in parts.pins.holds.values())
     for node in tree_nodes | set(tree.roots().values()):
-        _require(int(tree.pins[node]) == pins[node], f"node {node}: {tree.pins[node]} pins, {pins[node]} frontiers")
+        _require(
+            int(tree.pins[node]) == pins[node],
+            f"node {node}: {tree.pins[node]} pins, {pins[node]} frontiers and ends of pinned prefixes",
+        )
     return refs, private
 
 
@@ -132,6 +138,8 @@ def _check_tree(parts: Inspection, tree_nodes: set[int], refs: Counter[tuple[int
     for node in tree.resume_points:
         _require(node in tree_nodes, f"resume point at node {node}, which is gone")
         holds.update(tree.resume_points.held(node))
+    for hold in parts.pins.holds.values():
+        holds.update(hold.pages)
     _require(all(node in tree_nodes for _, node in tree.spare), "a spare page of a node that is gone")
     ends = Counter(
         (group, int(node))
@@ -174,6 +182,29 @@ def _check_tree(parts: Inspection, tree_nodes: set[int], refs: Counter[tuple[int
                 )
             else:
                 _require(page != NULL_PAGE, f"node {node} has no full-attention page")
+
+
+def _check_pins(parts: Inspection, layout: KVLayout) -> None:
+    """Every pin that holds is found whole, and all keep no more than is reserved and allowed."""
+    tree, pins = parts.tree, parts.pins
+    _require(set(pins.holds) <= set(pins.orders), "a prefix is kept that is not pinned")
+    kept: set[tuple[int, int]] = set()
+    for name, hold in pins.holds.items():
+        order = pins.orders[name]
+        found = tree.match(order.token_ids, order.salt, order.num_tokens).num_tokens
+        _require(
+            found == order.num_tokens, f"of the pinned prefix {name!r} {found} of {order.num_tokens} tokens are there"
+        )
+        kept.update((group, node) for group in tree.full_groups for node in hold.path)
+        kept.update(hold.pages)
+    counts = Counter(group for group, _ in kept)
+    reserved = pins.reserved_pages()
+    num_bytes = sum(count * group.page_bytes for count, group in zip(reserved, layout.groups, strict=True))
+    _require(num_bytes <= pins.most_bytes(), f"{num_bytes} bytes are reserved for pins, of {pins.most_bytes()}")
+    _require(
+        all(counts[group] <= count for group, count in enumerate(reserved)),
+        f"pins keep {dict(counts)} pages, where {reserved} are reserved",
+    )
 
 
 def _check_pages(

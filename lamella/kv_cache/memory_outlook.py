@@ -16,6 +16,7 @@ from lamella.kv_cache.child_index import NO_NODE
 from lamella.kv_cache.chunk_pages import ChunkPages
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.page_supply import PageSupply
+from lamella.kv_cache.pinned_prefixes import PinnedPrefixes
 from lamella.kv_cache.prefix_match import PrefixMatch
 from lamella.kv_cache.prefix_tree import PrefixTree
 from lamella.kv_cache.row_tables import RowTables
@@ -62,8 +63,9 @@ class MemoryOutlook:
         tree: PrefixTree,
         supply: PageSupply,
         chunks: ChunkPages,
+        pins: PinnedPrefixes,
     ) -> None:
-        self._layout, self._settings = layout, settings
+        self._layout, self._settings, self._pins = layout, settings, pins
         self._rows, self._tree, self._supply, self._chunks = rows, tree, supply, chunks
 
     def demand(self, num_tokens: int, match: PrefixMatch, growing: Sequence[tuple[int, int]]) -> Demand:
@@ -71,12 +73,14 @@ class MemoryOutlook:
 
         In every group the request counts with the most that it can hold if its chunks are small. The passing blocks of
         chunks in flight do not count: chunks are cut to the memory there is, and those pages come back after the step.
+        What pinned prefixes keep counts, though nobody uses it: it is not to be had.
         """
         groups, supply = self._layout.groups, self._supply
         pages = [
-            owned - sum(passing) + more
-            for owned, more, *passing in zip(
+            owned + pinned - sum(passing) + more
+            for owned, pinned, more, *passing in zip(
                 supply.num_owned,
+                self._pins.num_unowned(match),
                 self._wanted_pages(num_tokens, match, growing),
                 *self._chunks.num_passing.values(),
                 strict=True,

@@ -186,6 +186,32 @@ class PageSupply:
         self.num_moved_pages += len(sources)
         return True
 
+    def take_pages(self, counts: Sequence[int]) -> list[list[int]] | None:
+        """Take so many pages of each group for what is no row's, all or none. Moves and evicts as needed. None, and
+        nothing changed but that, when there is no memory."""
+        taken: list[tuple[int, int, list[int]]] = []
+        for group, count in enumerate(counts):
+            pages = self._allocate(group, count, NULL_PAGE, taken)
+            if pages is None:
+                self.give_pages_back([given for _, _, given in taken])
+                return None
+            taken.append((group, 0, pages))
+        return [pages for _, _, pages in taken]
+
+    def give_pages_back(self, taken: Sequence[Sequence[int]]) -> None:
+        """Free what `take_pages` gave of the first groups."""
+        for group, pages in enumerate(taken):
+            for page in pages:
+                self.arena.free(group, page)
+
+    def take_moves(self) -> list[PageMoves]:
+        """What compaction has moved and no step has yet copied: the caller copies it now, and the next step does not.
+        While a step is in flight there is nothing, because it does so first."""
+        moves: list[PageMoves] = []
+        if not self.in_flight:
+            moves, self.moves[:] = list(self.moves), []
+        return moves
+
     # Letting go
 
     def release_block(self, group: int, row: int, block: int) -> None:

@@ -26,6 +26,8 @@ class PrefixMatch(NamedTuple):
     num_skipped_tokens: how many of num_tokens are not cached, and still need not be computed, for no later token
     depends on them.
     skipped_blocks: keys of those blocks of skipped tokens that have no node yet; they follow the end of `path`.
+    boundaries: positions in the prompt, ascending, where places to resume are to be kept because prompts will part
+    there.
     """
 
     num_tokens: int
@@ -36,6 +38,7 @@ class PrefixMatch(NamedTuple):
     num_replayed_tokens: int = 0
     num_skipped_tokens: int = 0
     skipped_blocks: Sequence[bytes] = ()
+    boundaries: tuple[int, ...] = ()
 
     @property
     def is_plain(self) -> bool:

@@ -8,8 +8,9 @@ the page of a windowed group it is a *tombstone*.
 What keeps things alive:
 
     full-attention page   its node exists
-    windowed page         a request references it, or a resume point holds it
-    node                  it has a child, a resume point, a reference, or a pin
+    windowed page         a request references it, or a resume point or a pinned prefix holds it
+    node                  it has a child, a resume point, a reference, or a pin: a row goes on there, or a prefix that
+                          is never evicted ends there
 
 A *resume point* sits at the end of a node and holds the windowed pages that a request needs to start
 there. Resume points are what ages and is evicted, always with all their pages, because part of a window is
@@ -21,8 +22,8 @@ the first to go when memory is wanted. So idle memory serves prefixes that no re
 end of a running request will want is *for an end* instead, with `keep_spare` or without. Such pages are taken by
 `evict_for_end`, to be called when no page is spare and before any resume point is evicted.
 
-Resume points that waiting requests *expect* to start from go after all others; of these, the one whose request will
-run last goes first.
+Resume points that are *favoured*, since the application said that prompts part there, go after others. Resume points
+that waiting requests *expect* to start from go after all; of these, the one whose request will run last goes first.
 """
 
 from __future__ import annotations
@@ -300,7 +301,7 @@ class PrefixTree:
                 self.prune(node)
 
     def pin(self, node: int) -> None:
-        """Keep the node, as the place where a request will add its next block."""
+        """Keep the node: a request will add its next block there, or a pinned prefix ends there."""
         self._pins_at[node] += 1
 
     def unpin(self, node: int) -> None:
@@ -309,6 +310,17 @@ class PrefixTree:
         assert self._pins_at[node] >= 0, "unpin without pin"
         if not self._num_children_at[node]:
             self.prune(node)
+
+    def hold(self, window_nodes: Iterable[Page]) -> None:
+        """Keep live windowed pages, each (group, node), beside what requests and resume points keep."""
+        for group, node in window_nodes:
+            assert self.page_at[group][node] != NULL_PAGE, "only a live page can be held"
+            self._holds_at[group][node] += 1
+            self._note_kept((group, node))
+
+    def unhold(self, window_nodes: list[Page]) -> None:
+        """Undo one `hold`. A page that nothing else keeps is spare, or free."""
+        self._let_go(window_nodes)
 
     def want_for_end(self, group: int, wanted: Iterable[int], unwanted: Iterable[int] = ()) -> None:
         """Count for each node of `wanted` one more running request whose end will want its page of `group`, a windowed
@@ -401,17 +413,18 @@ class PrefixTree:
 
         It replaces one that was there and becomes the most recently used.
         """
-        for group, held in window_nodes:
-            assert self.page_at[group][held] != NULL_PAGE, "a resume point holds live pages only"
-            self._holds_at[group][held] += 1
-            self._note_kept((group, held))
+        self.hold(window_nodes)
         self._let_go(self.resume_points.replace(node, window_nodes))
 
     def drop_resume_point(self, node: int) -> None:
-        """Give up the resume point at `node`, if there is one and no waiting request expects it."""
-        if node in self.resume_points and node not in self.expected:
+        """Give up the resume point at `node`, if there is one, it is not favoured and no waiting request expects it."""
+        if node in self.resume_points and not (node in self.expected or self.resume_points.is_favoured(node)):
             self._let_go(self.resume_points.pop(node))
             self.prune(node)
+
+    def favour(self, node: int) -> None:
+        """Let the resume point at `node`, if there is one, outlast those that are not favoured."""
+        self.resume_points.favour(node)
 
     def touch(self, node: int) -> None:
         """The resume point at `node`, if there is one, was used now."""
@@ -466,9 +479,9 @@ class PrefixTree:
         """Let go the oldest spare page or, where there is none, the resume point that is worth least. False: nothing
         can be let go that would free memory.
 
-        The order of resume points: those that were passed, then the least recently used, at last those that are
-        expected. Without windowed groups every block end is a place to resume. So there only the last block goes: its
-        parent becomes a resume point, and the next to go.
+        The order of resume points: those that were passed, then the least recently used, then those that are favoured,
+        at last those that are expected. Without windowed groups every block end is a place to resume. So there only the
+        last block goes: its parent becomes a resume point, and the next to go.
         """
         if self.spare:
             (group, node), _ = self.spare.popitem(last=False)

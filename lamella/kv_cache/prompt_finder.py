@@ -7,6 +7,7 @@ import numpy as np
 from lamella.kv_cache.child_index import NO_NODE
 from lamella.kv_cache.expectations import Expectation
 from lamella.kv_cache.layout import KVLayout
+from lamella.kv_cache.pinned_prefixes import PinnedPrefixes
 from lamella.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from lamella.kv_cache.prefix_tree import PrefixTree, Salt
 from lamella.kv_cache.replay import ReplayRule
@@ -17,19 +18,26 @@ from lamella.kv_cache.settings import CacheSettings
 class PromptFinder:
     """Looks prompts up in the tree. Only `expect` changes it: it adds a resume point and an expectation of it."""
 
-    def __init__(self, layout: KVLayout, settings: CacheSettings, replay: ReplayRule, tree: PrefixTree) -> None:
+    def __init__(
+        self, layout: KVLayout, settings: CacheSettings, replay: ReplayRule, tree: PrefixTree, pins: PinnedPrefixes
+    ) -> None:
         self._layout, self._page_tokens = layout, layout.page_tokens
-        self._replay, self._tree = replay, tree
+        self._replay, self._tree, self._pins = replay, tree, pins
         self._caches_prefixes, self._replays = settings.enable_prefix_caching, settings.windowed_replay
         self._keeps_ends = settings.retention.keeps_ends
+        self._keeps_boundaries = self._caches_prefixes and (self._keeps_ends or not tree.windowed_groups)
         self._skips = settings.skips_prompts and not settings.retention.keeps_block_ends
 
-    def match(self, token_ids: np.ndarray, salt: Salt) -> PrefixMatch:
+    def match(self, token_ids: np.ndarray, salt: Salt, boundaries: tuple[int, ...] = ()) -> PrefixMatch:
         """See BlockManager.match."""
         match = self._find(token_ids, salt)
+        if boundaries and self._keeps_boundaries:
+            match = match._replace(boundaries=boundaries)
         if not self._skips:
             return match
-        start = self._replay.skip(len(token_ids), match.num_tokens)
+        # What comes before a boundary is not skipped, as if the prompt ended there.
+        num_tokens = next((one for one in match.boundaries if one > match.num_tokens), len(token_ids))
+        start = self._replay.skip(num_tokens, match.num_tokens)
         if start is None:
             return match
         page_tokens = self._page_tokens
@@ -50,6 +58,8 @@ class PromptFinder:
         if not self._caches_prefixes:
             return NO_MATCH
         match = self._tree.match(token_ids, salt, len(token_ids) - 1)
+        if self._pins.holds:
+            match = self._pins.improve(match, token_ids, salt)
         if not self._replays:
             return match
         num_blocks = min(len(match.whole_path), (len(token_ids) - 1) // self._page_tokens)

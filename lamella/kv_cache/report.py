@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from lamella.kv_cache.capacity import decode_pages, num_requests_that_fit
 from lamella.kv_cache.layout import KVLayout
+from lamella.kv_cache.pinned_prefixes import PinnedPrefix
 from lamella.kv_cache.sizing import held_chunk_tokens
 from lamella.kv_cache.spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from lamella.kv_cache.step_pages import region_tokens
@@ -25,13 +26,14 @@ def kv_cache_report(
     context_lengths: Sequence[int] | None = None,
     step_pages_bytes: int = 0,
     num_blocks_more: int = 1,
+    pinned: Sequence[PinnedPrefix] = (),
 ) -> str:
     """Tables of layers, groups and capacity, for an arena of `num_slabs` slabs (the null slab included) and step pages
     of `step_pages_bytes` behind them.
 
     slab_quota: slabs of each group's pool; None: elastic. context_lengths: tokens per request to give the capacity
     for; None: powers of four from 1,024 below max_model_len, and max_model_len. num_blocks_more: see
-    KVCacheSpec.max_pages.
+    KVCacheSpec.max_pages. pinned: prefixes that are never evicted.
     """
     contexts = default_context_lengths(max_model_len) if context_lengths is None else context_lengths
     return "\n\n".join(
@@ -53,6 +55,7 @@ def kv_cache_report(
                 interval_tokens,
                 num_blocks_more,
             ),
+            *([_pinned_table(pinned)] if pinned else []),
         ]
     )
 
@@ -156,6 +159,14 @@ def _memory_lines(
             f"prefill chunk: at most {chunk_tokens:,} tokens; eviction interval: {interval_tokens:,} tokens",
         ]
     )
+
+
+def _pinned_table(pinned: Sequence[PinnedPrefix]) -> str:
+    rows = [
+        [one.name, f"{one.num_tokens:,}", format_bytes(one.num_bytes), "yes" if one.is_cached else "when computed"]
+        for one in pinned
+    ]
+    return format_table(["pinned prefix", "tokens", "KV beside those above", "cached"], rows)
 
 
 def _capacity_table(

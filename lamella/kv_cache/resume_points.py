@@ -1,7 +1,10 @@
 """Resume points: what each holds, and which is let go first.
 
-First to go are those that were *passed*, and of these the one that was passed last. Then the least recently used. At
-last those that waiting requests expect, and of these the one whose request will run last.
+First to go are those that were *passed*, and of these the one that was passed last. Then the least recently used. Then
+those that are *favoured*, the least recently used first: the application said that prompts part there. At last those
+that waiting requests expect, and of these the one whose request will run last.
+
+A favour ends when it has not been of use for long: else places that no prompt comes back to would drive all others out.
 
 Whoever evicts asks for the first of this order. Letting it go may free nothing, because running requests use all that
 it holds. Then it is *set aside*: it leaves the order until that has changed, so that it is not looked at in vain.
@@ -9,6 +12,7 @@ it holds. Then it is *set aside*: it leaves the order until that has changed, so
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from sortedcontainers import SortedList
@@ -17,7 +21,11 @@ from lamella.kv_cache.expectations import Expectation, Expectations
 from lamella.kv_cache.sibling_trie import NO_NODE
 
 Page = tuple[int, int]  # (group, node) of a windowed page
-_Worth = tuple[bool, int, int, int]  # (whether it is expected, ..., node); the smallest goes first
+_Worth = tuple[int, int, int, int]  # (rank of its kind, ..., node); the smallest goes first
+_ORDINARY, _FAVOURED, _EXPECTED = range(3)
+# A favour ends when so many times as many uses have gone by as there are resume points, without one of its own.
+FAVOUR_TURNS = 16
+_FEWEST_POINTS = 64  # counted as if there were so many at least
 
 
 class EvictionOrder:
@@ -62,6 +70,7 @@ class ResumePoints:
         self._held: dict[int, list[Page]] = {}
         self._last_use: dict[int, int] = {}
         self._latest = self._earliest = 0
+        self._favoured: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._all = EvictionOrder()
         self._with_windows: EvictionOrder | None = None  # those that hold pages; None until asked for
         self._set_aside: dict[Page, set[int]] = {}  # page -> resume points set aside that hold it
@@ -87,17 +96,18 @@ class ResumePoints:
         """Add one at `node`, where there is none, as the most recently used."""
         assert node not in self._held
         self._held[node] = held
-        self._latest += 1
-        self._last_use[node] = self._latest
+        self._use(node)
         self._line_up(node)
 
     def pop(self, node: int) -> list[Page]:
         """Forget the one at `node`, which must exist, and all expectations of it. Returns what it held."""
         self.expected.disappoint(node)
+        self._favoured.pop(node, None)
         return self._take_out(node)
 
     def replace(self, node: int, held: list[Page]) -> list[Page]:
-        """`put`, in the place of one that may be there already. Returns what that held. Expectations stay."""
+        """`put`, in the place of one that may be there already. Returns what that held. Expectations and favour
+        stay."""
         previous = self._take_out(node) if node in self._held else []
         self.put(node, held)
         return previous
@@ -143,23 +153,49 @@ class ResumePoints:
     def touch(self, node: int) -> None:
         """The one at `node`, if there is one, was used now."""
         if node in self._held:
-            self._latest += 1
-            self._last_use[node] = self._latest
+            self._use(node)
+            self._reorder(node)
+
+    def _use(self, node: int) -> None:
+        self._latest += 1
+        self._last_use[node] = self._latest
+        if node in self._favoured:
+            self._favoured.move_to_end(node)
+
+    def is_favoured(self, node: int) -> bool:
+        """Whether the one at `node` is to outlast others."""
+        return node in self._favoured
+
+    def favour(self, node: int) -> None:
+        """The one at `node`, if there is one, was used now and is to outlast others."""
+        if node in self._held:
+            self._favoured[node] = None
+            self.touch(node)
+
+    def _end_old_favours(self) -> None:
+        most_uses = FAVOUR_TURNS * max(len(self._held), _FEWEST_POINTS)
+        while self._favoured:
+            node = next(iter(self._favoured))
+            if self._latest - self._last_use[node] <= most_uses:
+                return
+            del self._favoured[node]
             self._reorder(node)
 
     def pass_by(self, node: int) -> None:
-        """The one at `node`, if there is one, becomes the first to go, unless it is expected."""
-        if node in self._held:
+        """The one at `node`, if there is one, becomes the first to go, unless it is favoured or expected."""
+        if node in self._held and node not in self._favoured:
             self._earliest -= 1
             self._last_use[node] = self._earliest
             self._reorder(node)
 
     def first(self) -> int:
         """The one to go first; NO_NODE where all are set aside or there is none. The caller may set it aside."""
+        self._end_old_favours()
         return self._all.first
 
     def first_with_windows(self) -> int:
         """Like `first`, among those that hold any pages and whose windows are not set aside."""
+        self._end_old_favours()
         if self._with_windows is None:
             self._with_windows = EvictionOrder()
             for node, held in self._held.items():
@@ -204,5 +240,5 @@ class ResumePoints:
 
     def _worth(self, node: int) -> _Worth:
         if node in self.expected:
-            return (True, *self.expected.turn(node), node)
-        return False, self._last_use[node], 0, node
+            return (_EXPECTED, *self.expected.turn(node), node)
+        return _FAVOURED if node in self._favoured else _ORDINARY, self._last_use[node], 0, node

@@ -86,6 +86,8 @@ class RowCommits:
         for block in filled:
             self._keep_block_end(row, block)
         rows.num_filled_at[row] = complete
+        if row in rows.boundaries:
+            self.keep_boundaries(row)
         if ends_prompt:
             end = complete * page_tokens
             rows.prompt_tail[row] = end + page_tokens if num_computed > end else -1
@@ -104,7 +106,29 @@ class RowCommits:
         if num_computed % page_tokens:
             self._commit_block(row, complete, block_key(token_ids[complete * page_tokens : num_computed]))
         if num_computed:
-            self.add_resume_point(row, int(self._rows.num_committed[row]), since=num_computed)
+            last_block = int(self._rows.num_committed[row])
+            self.add_resume_point(row, last_block, since=num_computed)
+            if self._rows.boundaries.get(row, (num_computed + 1,))[0] <= num_computed:
+                self._tree.favour(self._rows.nodes_at[row][last_block - 1])
+
+    def keep_boundaries(self, row: int) -> None:
+        """Keep places to resume at the row's boundaries, as far as the blocks that they lie in are computed, and favour
+        them. Each is kept as far as its window is still there. To be called when the row has begun; `commit` does so
+        for the blocks that follow."""
+        rows, tree = self._rows, self._tree
+        num_filled = rows.num_filled_at[row]
+        if row in rows.replay_end or (tree.pending and not tree.pending.isdisjoint(rows.nodes_at[row][:num_filled])):
+            return  # windows, or whole blocks, are yet to be computed
+        boundaries = rows.boundaries[row]
+        count = sum(ceil_div(one, self._page_tokens) <= num_filled for one in boundaries)
+        for position in boundaries[:count]:
+            last_block = ceil_div(position, self._page_tokens)
+            self.add_resume_point(row, last_block, since=position)
+            tree.favour(rows.nodes_at[row][last_block - 1])
+        if count == len(boundaries):
+            del rows.boundaries[row]
+        elif count:
+            rows.boundaries[row] = boundaries[count:]
 
     def _end_replay(self, row: int) -> None:
         """The replay is done. Give the tree the windowed pages that are exact, where it has none."""

@@ -50,6 +50,8 @@ class RowTables:
         self.frontier = np.full(num_rows, NO_NODE, dtype=np.int64)  # pinned; NO_NODE: the row is empty
         self.junction = np.full(num_rows, -1, dtype=np.int64)  # block end where another prompt parts from this one
         self.resume_block = np.zeros(num_rows, dtype=np.int64)  # the first block that the row did not find
+        # Row -> positions, ascending, where the application says that prompts part, and that are not kept yet.
+        self.boundaries: dict[int, tuple[int, ...]] = {}
         self.prompt_tail = np.full(num_rows, -1, dtype=np.int64)  # end of the block that the prompt ends inside of
         # Views of the same memory whose items are plain ints: reading one is several times faster than from an array.
         self.pages_at = [[row.data for row in table] for table in self.pages]  # [group][row][block]
@@ -77,6 +79,7 @@ class RowTables:
         self.frontier[row] = NO_NODE
         self.first_kept[:, row] = self.first_left[:, row] = self.first_keys[:, row] = self.scratch_end[:, row] = 0
         self.replay_end.pop(row, None)
+        self.boundaries.pop(row, None)
         for group in range(self.num_groups):
             self.stamp(group, row)
         self.num_blocks[row] = self.num_committed[row] = self.num_filled[row] = 0

@@ -43,15 +43,21 @@ class RowWindows:
             rows.first_kept_at[group][row] = new_first
             rows.stamp(group, row)
 
-    def lowest_owned(self, num_processed: int, prompt_tokens: int) -> int:
+    def lowest_owned(self, row: int, num_processed: int, prompt_tokens: int) -> int:
         """The lowest position that the row must own a window for: where it goes on itself or, while its prompt is being
-        computed, where a later prompt may resume that parts inside the last whole block of it.
+        computed, where a later prompt may resume that parts inside the last whole block of it; or a block before the
+        next boundary, where it is not kept yet.
 
         prompt_tokens: as in BlockManager.slide."""
-        if not prompt_tokens or not self._num_blocks_more:
+        if not self._num_blocks_more:
             return num_processed
-        last_whole = prompt_tokens // self._page_tokens * self._page_tokens
-        return max(0, min(num_processed, last_whole - self._num_blocks_more * self._page_tokens))
+        lowest = num_processed
+        if prompt_tokens:
+            last_whole = prompt_tokens // self._page_tokens * self._page_tokens
+            lowest = min(lowest, last_whole - self._num_blocks_more * self._page_tokens)
+        if row in self._rows.boundaries:
+            lowest = min(lowest, self._rows.boundaries[row][0] - self._page_tokens)
+        return max(0, lowest)
 
     def lowest_resume(self, row: int, num_processed: int, num_computed: int) -> int:
         """The lowest position for which a window must be left for the row's end, wherever the row will end. A later

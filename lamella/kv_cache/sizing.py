@@ -131,8 +131,11 @@ def size_pool(
     interval_tokens: int,
     with_step_pages: bool = True,
     num_blocks_more: int = 1,
+    set_aside_bytes: int = 0,
 ) -> PoolSize:
     """Slabs and step pages for `memory_bytes`, checked against one request of `max_model_len` tokens.
+
+    set_aside_bytes: in whole slabs, what of the memory that request cannot have, because prefixes are pinned there.
 
     max_model_len None: the longest that fits, up to longest_model_len. A chunk that is too large for the memory
     is reduced, to one page at the least. If that request would not fit beside step pages, there are none.
@@ -151,6 +154,7 @@ def size_pool(
     def held(chunk: int, region: int) -> int:
         return held_chunk_tokens(layout, chunk_tokens=chunk, step_pages_bytes=region, num_blocks_more=num_blocks_more)
 
+    given_bytes, memory_bytes = memory_bytes, max(0, memory_bytes - set_aside_bytes)
     num_slabs = memory_bytes // layout.slab_bytes
     smallest_chunk = min(layout.page_tokens, chunk_tokens)
     if max_model_len is None:
@@ -160,8 +164,10 @@ def size_pool(
         need = slabs(length, smallest_chunk) * layout.slab_bytes
         fits = _largest(length, lambda shorter: slabs(shorter, smallest_chunk) <= num_slabs)
         raise CapacityError(
-            f"kv_cache_memory_bytes={memory_bytes}: one request of max_model_len={length} tokens needs "
-            f"{need} bytes ({need / 2**20:.1f} MiB); give that much"
+            f"kv_cache_memory_bytes={given_bytes}: one request of max_model_len={length} tokens needs "
+            f"{need} bytes ({need / 2**20:.1f} MiB)"
+            + (f", and max_pinned_bytes sets {set_aside_bytes} aside for pinned prefixes" if set_aside_bytes else "")
+            + "; give that much"
             + (f', or set max_model_len to at most {fits} ("auto" finds it)' if fits else "")
         )
     fitting_length = max_model_len
@@ -175,7 +181,7 @@ def size_pool(
         chunk_tokens,
         lambda smaller: slabs(fitting_length, held(smaller, region)) <= num_slabs,
     )
-    return PoolSize(num_slabs, chunk, max_model_len, region)
+    return PoolSize(num_slabs + set_aside_bytes // layout.slab_bytes, chunk, max_model_len, region)
 
 
 def _largest(upper: int, fits) -> int:  # type: ignore[no-untyped-def]

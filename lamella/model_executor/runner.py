@@ -13,6 +13,7 @@ import torch
 from lamella.attention.contract import AttentionBackend, AttentionParams
 from lamella.attention.metadata import require_covering_tables, to_device
 from lamella.kv_cache.layout import KVLayout
+from lamella.kv_cache.page_transfers import PageMoves
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.decode_graphs import (
     CAPTURABLE_BACKENDS,
@@ -295,11 +296,15 @@ class ModelRunner:
     def _copy_pages(self, plan: StepPlan) -> None:
         """Move pages in the order of the moves, for one may depend on another, then make the copies on write, which are
         independent."""
-        for move in plan.moves:
-            self._copy(move.group, move.src_pages, move.dst_pages)
+        self.move_pages(plan.moves)
         for group, part in enumerate(plan.groups):
             if len(part.copies.src_pages):
                 self._copy(group, part.copies.src_pages, part.copies.dst_pages)
+
+    def move_pages(self, moves: Sequence[PageMoves]) -> None:
+        """Move pages in the order of the moves."""
+        for move in moves:
+            self._copy(move.group, move.src_pages, move.dst_pages)
 
     def _copy(self, group: int, src_pages: np.ndarray, dst_pages: np.ndarray) -> None:
         """Copy whole pages, and so all layers of the group at once."""

@@ -2,12 +2,13 @@
 
 import hashlib
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
 
 from kv_replay.closed_loop import ClosedLoop
-from kv_replay.replay_table import ReplayTable
+from kv_replay.replay_table import ReplayTable, replay_jobs
 from kv_replay.systems import Limits, System
 from kv_replay.traces import TraceRequest, load_trace, token_ids
 from lamella.errors import ConfigError
@@ -137,3 +138,27 @@ def test_closed_loop_sends_a_turn_when_its_session_s_last_one_is_answered():
     arrivals = [loop.answer(turns[name]) for name in answered]
     # b's second turn; c in b's place; a's second; d in c's place; then nobody is left.
     assert [one and one.request_id for one in arrivals] == ["b2", "c1", "a2", "d1", None, None]
+
+
+def test_questions_on_a_document_part_where_it_ends():
+    requests = load_trace("documents", None, num_requests=20, scale=0.01)
+    assert [one.request_id for one in load_trace("documents", None, num_requests=20, scale=0.01)] == [
+        one.request_id for one in requests
+    ]
+    assert len({one.session for one in requests}) == 2
+    prompts = {one.request_id: token_ids(one)[0] for one in requests}
+    for first, second in combinations(requests, 2):
+        is_same = first.session == second.session and first.hash_ids == second.hash_ids
+        shared = common_prefix(prompts[first.request_id], prompts[second.request_id])
+        assert shared == (first.boundaries[0] if is_same else 0)
+        assert not is_same or first.boundaries == second.boundaries
+
+
+def test_a_hint_reaches_the_cache():
+    """With memory for fewer documents than are asked about in turn."""
+    table = ReplayTable(
+        traces=("documents",), trace_dir=None, num_requests=45, scale=0.1, num_sessions=2, layouts=("gemma-3-27b",),
+        budgets=(26.0,), systems=(System("lamella"), System("hinted")), variants=(Limits(max_num_seqs=4, max_num_batched_tokens=512),),
+    )  # fmt: skip
+    without, hinted = (job().outcome for job in replay_jobs(table))
+    assert hinted.hit_share > without.hit_share + 0.03

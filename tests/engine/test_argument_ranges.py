@@ -41,6 +41,7 @@ WHOLE_ENGINE = (
     "swa_eviction_interval",
     "kv_cache_memory_bytes",
     "retention_grid_tokens",
+    "max_pinned_bytes",
 )
 FRACTIONS = ("kv_cache_memory_fraction", "gpu_memory_utilization")
 

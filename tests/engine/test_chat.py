@@ -66,6 +66,50 @@ def test_final_message_is_continued_as_in_transformers(llm, folder):
     assert output.prompt == wanted == "<bos><turn>user\nthe</turn>\n<turn>model\ncat sat"
 
 
+REASONING = (
+    "{% if tools %}{% for t in tools %}{{ t.function.name }} {{ t.function.parameters | tojson }};{% endfor %}"
+    "{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% else %}{{ m.content }}{% endif %}.{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% if enable_thinking is defined and not enable_thinking %}()"
+    "{% endif %}{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"a": 1}}}
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+@pytest.mark.parametrize("last", ["answer", "continue"])
+def test_tools_and_reasoning_reach_the_model_as_in_transformers(llm, folder, variables, last):
+    """Token by token, by a template of the kind that models with reasoning have."""
+    messages = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "reasoning_content": "jumps", **CALL},
+        {"role": "tool", "content": "over 10"},
+    ]
+    arguments = {"add_generation_prompt": True}
+    if last == "continue":
+        messages.append({"role": "assistant", "reasoning_content": "the dog", "content": "and the"})
+        arguments = {"add_generation_prompt": False, "continue_final_message": True}
+    output = llm.chat(
+        messages,
+        ONE,
+        tools=[TOOL],
+        chat_template=REASONING,
+        chat_template_kwargs=variables,
+        use_tqdm=False,
+        **arguments,
+    )[0]
+    theirs = AutoTokenizer.from_pretrained(folder)
+    wanted = theirs.apply_chat_template(
+        messages, tools=[TOOL], chat_template=REASONING, tokenize=True, return_dict=False, **arguments, **variables
+    )
+    assert output.prompt_token_ids == wanted
+    if last == "continue":
+        with pytest.raises(RequestError, match="continue_final_message needs add_generation_prompt=False"):
+            llm.chat(messages, ONE, chat_template=REASONING, continue_final_message=True)
+
+
 def test_messages_may_be_objects(llm):
     @dataclasses.dataclass
     class Message:

@@ -11,6 +11,7 @@ from lamella.kv_cache.chunk_pages import ChunkPages
 from lamella.kv_cache.layout import build_layout
 from lamella.kv_cache.memory_outlook import MemoryOutlook
 from lamella.kv_cache.page_supply import PageSupply
+from lamella.kv_cache.pinned_prefixes import PinnedPrefixes
 from lamella.kv_cache.prefix_tree import PrefixTree
 from lamella.kv_cache.replay import ReplayRule
 from lamella.kv_cache.retention import RetentionPolicy
@@ -60,7 +61,9 @@ def make_parts(
         commits=RowCommits(
             page_tokens, settings.retention, replay, rows, tree, supply, first_step_page=first_step_page
         ),
-        outlook=MemoryOutlook(layout, settings, rows, tree, supply, chunks),
+        outlook=MemoryOutlook(
+            layout, settings, rows, tree, supply, chunks, PinnedPrefixes(layout, settings, tree)
+        ),
     )  # fmt: skip
 
 

@@ -223,10 +223,10 @@ class LateSimulation(Simulation):
         prompt, answer = self.prompts[request.request_id], self.outputs[request.request_id]
         return [*prompt, *(answer if request.finish_reason == "error" else answer[:-1])]
 
-    def add(self, request_id, prompt, num_tokens, salt=None, stop_token_ids=()) -> Request:
+    def add(self, request_id, prompt, num_tokens, salt=None, stop_token_ids=(), boundaries=()) -> Request:
         self.prompts = getattr(self, "prompts", {})
         self.prompts[request_id] = [int(token) for token in prompt]
-        return super().add(request_id, prompt, num_tokens, salt, stop_token_ids)
+        return super().add(request_id, prompt, num_tokens, salt, stop_token_ids, boundaries)
 
 
 def vars_of(copies) -> tuple[np.ndarray, np.ndarray]:

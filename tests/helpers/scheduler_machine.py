@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from lamella.errors import InvariantError
+from lamella.errors import CapacityError, InvariantError, RequestError
+from lamella.kv_cache import invariants
 from lamella.kv_cache.retention import RetentionPolicy
 from tests.helpers.fake_executor import foretell
 from tests.helpers.simulation import Simulation, chunked, full, sliding
@@ -68,6 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             **sizes,
         )
         self.expected: dict[str, list[int]] = {}
+        self.pinned: dict[str, tuple[list[int], str | None]] = {}
 
     @rule(
         base=st.sampled_from(BASES),
@@ -75,11 +78,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, 49), min_size=1, max_size=3),
         num_tokens=st.integers(1, 25),
         salt=st.sampled_from([None, None, None, "tenant"]),
+        boundaries=st.sets(st.integers(1, 61), max_size=3),
     )
-    def add(self, base, shared, tail, num_tokens, salt):
+    def add(self, base, shared, tail, num_tokens, salt, boundaries=()):
         prompt = [*base[:shared], *tail]
         request_id = f"r{len(self.simulation.requests)}"
-        self.simulation.add(request_id, prompt, num_tokens, salt)
+        inside = sorted(one for one in boundaries if one <= len(prompt))
+        self.simulation.add(request_id, prompt, num_tokens, salt, boundaries=inside)
         self.expected[request_id] = foretell(salt, prompt, min(num_tokens, MAX_MODEL_LEN - len(prompt)))
 
     @rule(request=st.randoms(use_true_random=False), num_tokens=st.integers(1, 10))
@@ -129,6 +134,27 @@ class SchedulerMachine(RuleBasedStateMachine):
     def evict(self):
         self.simulation.manager.inspect().tree.evict_one()
 
+    @rule(
+        base=st.sampled_from(BASES),
+        length=st.integers(1, 60),
+        salt=st.sampled_from([None, None, "tenant"]),
+    )
+    def pin(self, base, length, salt):
+        manager = self.simulation.manager
+        before = manager.pinned()
+        try:
+            manager.pin(f"pin {len(self.pinned)}", np.array(base[:length]), salt)
+            self.pinned[f"pin {len(self.pinned)}"] = (base[:length], salt)
+        except (CapacityError, RequestError):
+            assert manager.pinned() == before
+        invariants.check(manager)
+
+    @rule(choice=st.randoms(use_true_random=False))
+    def unpin(self, choice):
+        if pinned := self.simulation.manager.pinned():
+            self.simulation.manager.unpin(choice.choice(pinned).name)
+            invariants.check(self.simulation.manager)
+
     def teardown(self):
         if not hasattr(self, "simulation"):
             return
@@ -143,6 +169,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert output == self.expected[name][: len(output)]
         if not simulation.manager.reset_prefix_cache():
             raise InvariantError("something is still cached after everything was evicted")
+        for pin in simulation.manager.pinned():
+            tokens, salt = self.pinned[pin.name]
+            found = simulation.manager.match(np.array([*tokens, 49, 49]), salt).num_tokens
+            assert found >= pin.num_tokens or not pin.is_cached
+            simulation.manager.unpin(pin.name)
+        if not simulation.manager.reset_prefix_cache():
+            raise InvariantError("what was pinned is still cached")
         assert all(usage == (0, 0, 0) for usage in simulation.manager.usage().values())
         assert simulation.manager.inspect().arena.num_free_slabs == simulation.manager.inspect().arena.num_slabs - 1
         assert simulation.manager.inspect().tree.roots() == {}

@@ -77,6 +77,7 @@ class Simulation:
         step_tokens: int = 0,
         never_idle: bool = False,
         kv_sharing: dict[int, int] | None = None,
+        max_pinned_bytes: int | None = None,
     ) -> None:
         layout = build_layout(specs, page_tokens=page_tokens, kv_sharing=kv_sharing)
         interval = interval_tokens or page_tokens
@@ -94,6 +95,7 @@ class Simulation:
             windowed_replay=windowed_replay, skips_prompts=skips_prompts,
             step_pages_bytes=region_bytes(layout, step_tokens),
             retention=RetentionPolicy(spare=False) if retention is None else retention,
+            max_pinned_bytes=max_pinned_bytes,
         )  # fmt: skip
         if never_idle:
             self.manager.inspect().supply.idle_bytes = lambda: 0
@@ -107,7 +109,9 @@ class Simulation:
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
 
-    def add(self, request_id: str, prompt, num_tokens: int, salt: str | None = None, stop_token_ids=()) -> Request:
+    def add(
+        self, request_id: str, prompt, num_tokens: int, salt: str | None = None, stop_token_ids=(), boundaries=()
+    ) -> Request:
         request = Request(
             request_id=request_id,
             sample_index=0,
@@ -120,6 +124,7 @@ class Simulation:
             stop_token_ids=frozenset(stop_token_ids),
             arrival_time=0.0,
             salt=salt,
+            prefix_boundaries=tuple(boundaries),
         )
         self.requests[request_id] = request
         self.outputs[request_id] = []

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from lamella.kv_cache.child_index import NO_NODE
+from lamella.kv_cache.pinned_prefixes import PinnedPrefixes
 from lamella.kv_cache.prefix_match import NO_MATCH
 from lamella.kv_cache.prompt_finder import PromptFinder
 from lamella.kv_cache.replay import ReplayRule
@@ -23,7 +24,8 @@ PAGE_TOKENS = 4
 
 
 def finder_of(parts) -> PromptFinder:
-    return PromptFinder(parts.layout, parts.settings, ReplayRule(parts.layout), parts.tree)
+    pins = PinnedPrefixes(parts.layout, parts.settings, parts.tree)
+    return PromptFinder(parts.layout, parts.settings, ReplayRule(parts.layout), parts.tree, pins)
 
 
 def committed(specs, *prompts: np.ndarray, **options):

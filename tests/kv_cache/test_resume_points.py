@@ -23,13 +23,16 @@ class Model:
     def __init__(self) -> None:
         self.held: OrderedDict[int, list] = OrderedDict()
         self.expectations: list[Expectation] = []
+        self.favoured: set[int] = set()
         self.kept: set[int] = set()  # nodes that something but a resume point keeps
         self.used: set[tuple[int, int]] = set()  # pages
 
     def by_worth(self) -> list[int]:
         expected = list(dict.fromkeys(one.node for one in self.expectations))
         soonest = {node: min(one.rank for one in self.expectations if one.node == node) for node in expected}
-        return [node for node in self.held if node not in soonest] + sorted(expected, key=lambda node: -soonest[node])
+        rest = [node for node in self.held if node not in soonest]
+        rest.sort(key=lambda node: node in self.favoured)
+        return rest + sorted(expected, key=lambda node: -soonest[node])
 
     def first(self) -> int:
         keeping = (
@@ -64,6 +67,7 @@ def test_the_first_to_go_is_the_one_that_a_look_at_all_finds(seed):
             points.put(node, model.held[node])
         elif action < 0.1:
             model.expectations = [one for one in model.expectations if one.node != node]
+            model.favoured.discard(node)
             assert points.pop(node) == model.held.pop(node)
         elif action < 0.15:
             assert points.strip(node) == model.held[node]
@@ -71,9 +75,14 @@ def test_the_first_to_go_is_the_one_that_a_look_at_all_finds(seed):
         elif action < 0.3:
             points.touch(node)
             model.held.move_to_end(node)
+        elif action < 0.35 and seed % 4 < 2:
+            points.favour(node)
+            model.favoured.add(node)
+            model.held.move_to_end(node)
         elif action < 0.4:
             points.pass_by(node)
-            model.held.move_to_end(node, last=False)
+            if node not in model.favoured:
+                model.held.move_to_end(node, last=False)
         elif action < 0.55:
             one = Expectation(node, draw.randrange(6), 0, 0)
             model.expectations.append(one)

@@ -30,6 +30,7 @@ class Request:
     whatever happens to its row.
     prompt_scores: of the prompt's own tokens; None: none are wanted.
     adapter_id: the loaded adapter that it runs with.
+    prefix_boundaries: positions in the prompt, ascending, where other prompts will part from it.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class Request:
     grammar: SampleGrammar | None = None
     prompt_scores: PromptScores | None = None
     adapter_id: int = NO_ADAPTER
+    prefix_boundaries: tuple[int, ...] = ()
     row: int = NO_ROW
     num_cached_tokens: int | None = None  # prompt tokens served from the cache when it first ran
     admission_index: int = -1  # how many requests first ran before it; -1 until it does

@@ -32,7 +32,7 @@ from lamella.engine.scheduling.step_builder import build_step_plan
 from lamella.engine.scheduling.waiting_queue import WaitingQueue
 from lamella.errors import InvariantError
 from lamella.kv_cache.block_manager import BlockManager
-from lamella.kv_cache.prefix_match import PrefixMatch
+from lamella.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from lamella.kv_cache.spec import ceil_div
 from lamella.model_executor.step_plan import StepPlan, StepResult
 
@@ -81,6 +81,7 @@ class Scheduler:
         self._planned: deque[PlannedStep] = deque()  # planned and not processed yet, oldest first; at most two
         self._leaving: list[int] = []  # rows whose requests have ended while a planned step still computes them
         self._must_wait = False  # the next plan cannot be made before the planned steps are processed
+        self._starts_anew: Request | None = None  # what it finds is pinned and was in its way: it starts without
         self._restarted: Request | None = None  # the request that had to start anew, alone in an empty arena
 
     # What the engine calls
@@ -209,7 +210,7 @@ class Scheduler:
                 self._vacate(row, keep=False)
             self._leaving.clear()
             manager.end_step()
-            manager.reset_prefix_cache()
+            manager.reset_prefix_cache(pinned=True)
             return
         for row in [*self._leaving, *(row for row in self.running[::-1] if row in failed)]:
             # The prefix that a new row found may be what the failed step was to compute: nothing of it is kept.
@@ -407,6 +408,8 @@ class Scheduler:
             request, match = self.queue.next(self._num_steps)
             if not self._may_run_adapter(request):
                 return
+            if request is self._starts_anew:
+                match = NO_MATCH._replace(boundaries=match.boundaries)
             if self.running and not self._admission.has_room(request, match, self.running, len(self.queue)):
                 if self._slide_running():
                     continue
@@ -467,13 +470,15 @@ class Scheduler:
 
     def _clear_for(self, request: Request, match: PrefixMatch) -> None:
         """Nothing runs and the request still has no room, because the cached prefix that it locked is in its way: empty
-        the cache. Raises InvariantError where the request had found no prefix."""
+        the cache. What is pinned stays; beside that there is room for a request that locks none of it. Raises
+        InvariantError where the request had found no prefix."""
         if not match.num_tokens:
             raise InvariantError(
                 f"request {request.request_id} of {len(request.token_ids)} tokens does not fit into an empty arena "
                 f"of {self.manager.settings.num_slabs} slabs, though the start-up check said it would"
             )
         self.manager.reset_prefix_cache()
+        self._starts_anew = request if self.manager.pinned() else None
 
     def _count_admission(self, request: Request, match: PrefixMatch) -> None:
         if request.num_cached_tokens is None:  # only a first start counts: a resume is no hit

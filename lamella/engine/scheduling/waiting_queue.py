@@ -114,7 +114,9 @@ class WaitingQueue:
             self._expectations[request] = expectation
 
     def _match(self, request: Request) -> PrefixMatch:
-        return self._manager.match(request.sought_token_ids, request.salt)
+        sought = request.sought_token_ids
+        boundaries = tuple(each for each in request.prefix_boundaries if each <= len(sought))
+        return self._manager.match(sought, request.salt, boundaries)
 
     def _withdraw(self, request: Request) -> None:
         expectation = self._expectations.pop(request, None)

@@ -57,7 +57,7 @@ def slide_leaves_no_block_more(original, windows, row, num_processed, num_comput
 
 
 @replaces(RowWindows, "lowest_owned")
-def what_a_prompts_end_needs_is_left_too_early(original, windows, num_processed, prompt_tokens):
+def what_a_prompts_end_needs_is_left_too_early(original, windows, row, num_processed, prompt_tokens):
     return num_processed
 
 

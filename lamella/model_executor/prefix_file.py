@@ -1,0 +1,301 @@
+"""A prefix in a file: its token ids, the full-attention KV of all of them and the sliding KV of the last ones.
+
+A safetensors file: `token_ids` (int32 [n]) and, for each layer that keeps KV, `layers.<i>.keys` and `layers.<i>.values`
+([m, num_kv_heads, dim], of the last m tokens), in KV's own dtype. Its metadata say what it is tied to, and have two
+checksums: `data_sha256` of all tensors, by blocks of 8 MiB, and `sha256` of the header, in which its own 64 digits
+count as zeros. A file is compared with both before anything of it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from lamella.argument_checks import shown
+from lamella.errors import CapacityError, ModelLoadError, PrefixFileError
+from lamella.kv_cache.memory import host_memory
+from lamella.kv_cache.spec import KVCacheSpec
+from lamella.model_executor.prefix_kv import LayerTokens, word_of
+from lamella.model_executor.weights.regular_files import open_regular_file
+
+FORMAT, VERSION = "lamella.prefix", "1"
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_MAX_HEADER_BYTES = 1 << 24
+_ALIGNMENT_BYTES = 64
+_BLOCK_BYTES = 8 << 20
+_NO_DIGEST = b"0" * 64
+_OWN_DIGEST = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTies:
+    """What a file's KV is tied to: that of other models, of other weights or arithmetic differs in value, that of other
+    dtypes and layers in form.
+
+    model: see `model_identity`. layers: a description of each layer's KV.
+    """
+
+    model: str
+    weights: str
+    arithmetic: str
+    kv_dtype: str
+    layers: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPrefix:
+    """token_ids: int32 [n]. layers: K and V of the last tokens, by layer."""
+
+    token_ids: np.ndarray
+    salt: str | None
+    layers: Mapping[int, LayerTokens]
+
+
+def write_prefix_file(path: Path, ties: PrefixTies, prefix: SavedPrefix) -> int:
+    """Write the file, whole or not at all, readable for its user alone: it tells what the prompt was. Returns its
+    length in bytes. Raises PrefixFileError where it cannot be written."""
+    tensors = {"token_ids": ("I32", prefix.token_ids.shape, np.ascontiguousarray(prefix.token_ids, np.int32))}
+    for layer, part in prefix.layers.items():
+        for name, words in (("keys", part.keys), ("values", part.values)):
+            tensors[f"layers.{layer}.{name}"] = (ties.kv_dtype, tuple(words.shape), words.numpy())
+    entries: dict[str, Any] = {}
+    offset = 0
+    for name, (dtype_name, shape, array) in tensors.items():
+        offsets = [offset, offset + array.nbytes]
+        entries[name] = {"dtype": dtype_name, "shape": list(shape), "data_offsets": offsets}
+        offset = offsets[1]
+    arrays = [array for _, _, array in tensors.values()]
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        **dataclasses.asdict(ties),
+        "salt": json.dumps(prefix.salt),
+        "data_sha256": _digest_of(_blocks_of(arrays)),
+        "sha256": _NO_DIGEST.decode(),
+    }
+    header = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT_BYTES)
+    header = _with_digest(header, hashlib.sha256(header).hexdigest().encode())
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", suffix=".part", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(struct.pack("<Q", len(header)) + header)
+                for array in arrays:
+                    file.write(array.reshape(-1).view(np.uint8).data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise PrefixFileError(f"path={shown(str(path))} cannot be written ({error}); give another file") from error
+    return 8 + len(header) + offset
+
+
+def read_prefix_file(path: Path, ties: PrefixTies, specs: Mapping[int, KVCacheSpec], most_tokens: int) -> SavedPrefix:
+    """The prefix in the file. specs: of each layer that keeps KV.
+
+    Raises PrefixFileError, which says what differs, for a file that is damaged, cut, of another format or of other
+    ties, and for a prefix of more than `most_tokens` tokens."""
+    try:
+        with open_regular_file(path) as file:
+            return _read(path, file, ties, specs, most_tokens)
+    except (ModelLoadError, CapacityError, OSError, MemoryError) as error:
+        raise PrefixFileError(
+            f"path={shown(str(path))} cannot be read ({error}); give a file of save_prefix"
+        ) from error
+
+
+def _read(
+    path: Path, file: BinaryIO, ties: PrefixTies, specs: Mapping[int, KVCacheSpec], most_tokens: int
+) -> SavedPrefix:
+    refused = f"path={shown(str(path))}"
+    file_bytes = os.fstat(file.fileno()).st_size
+    header = _header(refused, file, file_bytes)
+    metadata, entries = _parsed(refused, header)
+    if metadata.get("format") != FORMAT:
+        raise PrefixFileError(f"{refused} is a safetensors file without a prefix; give a file of save_prefix")
+    if metadata.get("version") != VERSION:
+        raise PrefixFileError(
+            f"{refused} has version {shown(metadata.get('version'))} of the format, and this is {VERSION}: save it anew"
+        )
+    found = _OWN_DIGEST.findall(header)
+    if len(found) != 1 or hashlib.sha256(_with_digest(header, _NO_DIGEST)).hexdigest().encode() != found[0]:
+        raise PrefixFileError(f"{refused} is damaged: its header has another checksum; save or copy it again")
+    for name, wanted in dataclasses.asdict(ties).items():
+        if metadata.get(name) != wanted:
+            raise PrefixFileError(
+                f"{refused} was saved with {name}={shown(metadata.get(name))}, and this engine has {name}="
+                f"{shown(wanted)}: load it into an engine like the one that saved it, or save it anew"
+            )
+    places = _places(refused, entries, ties.kv_dtype, specs, most_tokens)
+    num_bytes = max(end for _, end, _ in places.values())
+    if file_bytes != 8 + len(header) + num_bytes:
+        raise PrefixFileError(
+            f"{refused} is {file_bytes} bytes long, and its header describes {8 + len(header) + num_bytes}: copy "
+            "it again"
+        )
+    data = host_memory(num_bytes).numpy()  # in huge pages, which are faster to fill
+    if _digest_of(_filled_blocks(path, data, 8 + len(header))) != metadata.get("data_sha256"):
+        raise PrefixFileError(f"{refused} is damaged: its tensors have another checksum; save or copy it again")
+
+    def tensor(name: str, dtype: torch.dtype) -> torch.Tensor:
+        begin, end, shape = places[name]
+        return torch.from_numpy(data[begin:end]).view(dtype).view(shape)
+
+    layers = {
+        layer: LayerTokens(
+            tensor(f"layers.{layer}.keys", word_of(spec.itemsize_bytes)),
+            tensor(f"layers.{layer}.values", word_of(spec.itemsize_bytes)),
+        )
+        for layer, spec in specs.items()
+    }
+    salt = _salt(refused, metadata)
+    return SavedPrefix(tensor("token_ids", torch.int32).numpy(), salt, layers)
+
+
+def _with_digest(header: bytes, digest: bytes) -> bytes:
+    return _OWN_DIGEST.sub(b'"sha256":"' + digest + b'"', header)
+
+
+def _salt(refused: str, metadata: Mapping[str, Any]) -> str | None:
+    given = metadata.get("salt")
+    with suppress(ValueError, TypeError, RecursionError):
+        salt = json.loads(given)  # type: ignore[arg-type]
+        if salt is None or isinstance(salt, str):
+            return salt
+    raise PrefixFileError(f"{refused} has the salt {shown(given)}: must be a string or null, as JSON; save it anew")
+
+
+def _header(refused: str, file: BinaryIO, file_bytes: int) -> bytes:
+    prefix = file.read(8)
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else file_bytes
+    if length > min(file_bytes - 8, _MAX_HEADER_BYTES):
+        raise PrefixFileError(
+            f"{refused} is cut or no safetensors file: its header claims {length} bytes; copy it again"
+        )
+    header = file.read(length)
+    if len(header) != length:
+        raise PrefixFileError(f"{refused} ends within its header; copy it again")
+    return header
+
+
+def _parsed(refused: str, header: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        entries = json.loads(header)
+        metadata = entries.pop("__metadata__", {})
+        if isinstance(entries, dict) and isinstance(metadata, dict):
+            return metadata, entries
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        pass
+    raise PrefixFileError(f"{refused} is damaged or no safetensors file: its header is no JSON object; copy it again")
+
+
+def _places(
+    refused: str, entries: Mapping[str, Any], kv_dtype: str, specs: Mapping[int, KVCacheSpec], most_tokens: int
+) -> dict[str, tuple[int, int, tuple[int, ...]]]:
+    """(begin, end, shape) of each tensor, which lie one behind the other."""
+    ids_shape = _shape(entries.get("token_ids"))
+    num_tokens = ids_shape[0] if len(ids_shape) == 1 else 0
+    if not 1 <= num_tokens <= most_tokens:
+        raise PrefixFileError(
+            f"{refused} holds a prefix of {num_tokens} tokens, and this engine takes 1 to {most_tokens} "
+            "(max_model_len, less one for the output): raise max_model_len"
+        )
+    wanted: dict[str, tuple[str, int, tuple[int, ...]]] = {"token_ids": ("I32", 4, (num_tokens,))}
+    for layer, spec in specs.items():
+        lengths = [_shape(entries.get(f"layers.{layer}.{name}"))[:1] for name in ("keys", "values")]
+        length = lengths[0][0] if lengths[0] and lengths[0] == lengths[1] else -1
+        if length != num_tokens if not spec.is_windowed else not 0 <= length <= num_tokens:
+            raise PrefixFileError(
+                f"{refused} has K and V of {lengths} of {num_tokens} tokens in layer {layer}: save it anew"
+            )
+        for name, dim in (("keys", spec.k_dim), ("values", spec.v_dim)):
+            wanted[f"layers.{layer}.{name}"] = kv_dtype, spec.itemsize_bytes, (length, spec.num_kv_heads, dim)
+    if set(wanted) != set(entries):
+        raise PrefixFileError(f"{refused} has other tensors than this model's layers need: save it anew")
+    places: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+    offset = 0
+    for name, (dtype_name, itemsize, shape) in wanted.items():
+        end = offset + int(np.prod(shape, dtype=object)) * itemsize
+        if entries[name] != {"dtype": dtype_name, "shape": list(shape), "data_offsets": [offset, end]}:
+            raise PrefixFileError(
+                f"{refused} has {name} as {shown(entries[name])}, where {dtype_name} {list(shape)} is needed: save "
+                "it anew"
+            )
+        places[name] = (offset, end, shape)
+        offset = end
+    return places
+
+
+def _shape(entry: Any) -> tuple[int, ...]:
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    whole = isinstance(shape, list) and all(type(one) is int and one >= 0 for one in shape)
+    return tuple(shape) if whole and shape is not None else ()
+
+
+# A checksum of blocks, which several threads read and hash at a time.
+
+
+def _blocks_of(arrays: Sequence[np.ndarray]) -> Iterator[Any]:
+    """What to hash of each block of the arrays, as if they lay one behind the other."""
+    digest, filled = hashlib.sha256(), 0
+    for array in arrays:
+        raw = array.reshape(-1).view(np.uint8)
+        start = 0
+        while start < len(raw):
+            part = raw[start : start + _BLOCK_BYTES - filled]
+            digest.update(part.data)
+            start, filled = start + len(part), filled + len(part)
+            if filled == _BLOCK_BYTES:
+                yield digest.digest
+                digest, filled = hashlib.sha256(), 0
+    if filled:
+        yield digest.digest
+
+
+def _filled_blocks(path: Path, data: np.ndarray, file_offset: int) -> Iterator[Any]:
+    """Reads each block of the file into its place in `data`, and gives its digest."""
+
+    def read(start: int) -> bytes:
+        block = data[start : start + _BLOCK_BYTES].data
+        num_bytes = 0
+        with path.open("rb", buffering=0) as file:
+            file.seek(file_offset + start)
+            # If the file has become shorter, the checksum will not hold.
+            while num_bytes < len(block) and (count := file.readinto(block[num_bytes:])):
+                num_bytes += count
+        return hashlib.sha256(block).digest()
+
+    for start in range(0, len(data), _BLOCK_BYTES):
+        yield partial(read, start)
+
+
+def _digest_of(blocks: Iterator[Any]) -> str:
+    """sha256 of the blocks' sha256s."""
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        return hashlib.sha256(b"".join(pool.map(lambda block: block(), blocks))).hexdigest()
