@@ -158,7 +158,8 @@ def test_a_hint_reaches_the_cache():
     """With memory for fewer documents than are asked about in turn."""
     table = ReplayTable(
         traces=("documents",), trace_dir=None, num_requests=45, scale=0.1, num_sessions=2, layouts=("gemma-3-27b",),
-        budgets=(26.0,), systems=(System("lamella"), System("hinted")), variants=(Limits(max_num_seqs=4, max_num_batched_tokens=512),),
+        budgets=(26.0,), systems=(System("lamella"), System("hinted")),
+        variants=(Limits(max_num_seqs=4, max_num_batched_tokens=512),),
     )  # fmt: skip
     without, hinted = (job().outcome for job in replay_jobs(table))
     assert hinted.hit_share > without.hit_share + 0.03
