@@ -23,7 +23,7 @@ LOWEST_SAMPLING_TEMPERATURE = 0.01
 MOST_SAMPLES = 16_384
 _PENALTY = RealRange(-2.0, 2.0, "-2 to 2 (0 is off)")
 
-_MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "prompt_logprob_start")
 WHOLE_NUMBERS = {
     "n": WholeRange(1, MOST_SAMPLES, f"at least 1 and at most {MOST_SAMPLES} samples"),
     "top_k": WholeRange(-1, MOST_TOKENS, f"at least 1 and at most {MOST_TOKENS}, or 0 or -1 to switch it off"),
@@ -97,7 +97,8 @@ class SamplingParams:
         changes them.
     prompt_logprobs: the same for each token of the prompt, given what comes before it. The prompt's first token has
         none. Positions whose log-probabilities are wanted are computed anew even where the prefix cache has them.
-    prompt_logprob_start: the first position of the prompt to report of; those before may come from the cache.
+    prompt_logprob_start: the first position of the prompt to report of; those before may come from the cache. None is
+        stored as 0.
     logit_bias: token id -> what is added to its logit. Stored as a tuple of pairs.
     allowed_token_ids: the only tokens that may be generated; None: all.
     bad_words: text that must not come about: of the tokens of each, with and without a space before it, the last is
@@ -137,7 +138,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    prompt_logprob_start: int = 0
+    prompt_logprob_start: int | None = 0
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
@@ -222,6 +223,7 @@ class SamplingParams:
             logits_processors=checked_processors(self.logits_processors),
             top_k=max(self.top_k, 0),
             seed=None if self.seed == -1 else self.seed,
+            prompt_logprob_start=self.prompt_logprob_start or 0,
         )
 
     def _check_contradictions(self) -> None:
