@@ -37,10 +37,24 @@ SAMPLING_GROUPS = {
         "presence_penalty",
         "frequency_penalty",
         "repetition_penalty",
+        "no_repeat_ngram_size",
+        "logit_bias",
+        "allowed_token_ids",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "bad_words",
+        "bad_words_ids",
         "seed",
         "n",
     ],
-    "What the output holds": ["skip_special_tokens", "include_stop_str_in_output", "detokenize", "logprobs"],
+    "What the output holds": [
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+        "detokenize",
+        "logprobs",
+        "prompt_logprobs",
+        "prompt_logprob_start",
+    ],
 }
 ENGINE_GROUPS = {
     "The model": [
@@ -82,7 +96,10 @@ ENGINE_GROUPS = {
 }
 engine_options = FieldOptions(EngineConfig, groups=ENGINE_GROUPS, shown_defaults={"scheduling_policy": "prefix"})
 sampling_options = FieldOptions(
-    SamplingParams, renamed={"seed": "sampling_seed"}, omitted=["output_kind"], groups=SAMPLING_GROUPS
+    SamplingParams,
+    renamed={"seed": "sampling_seed"},
+    omitted=["output_kind", "logits_processors"],
+    groups=SAMPLING_GROUPS,
 )
 dataset_options = FieldOptions(DatasetOptions, groups={"What is sent": list(DatasetOptions.__dataclass_fields__)})
 # What the planner and the engine call what `plan` is given.

@@ -114,7 +114,7 @@ class Number(click.ParamType):
 
 
 class Json(click.ParamType):
-    """A JSON value, for fields that hold a mapping."""
+    """A JSON value, for fields that hold a mapping or a list of lists."""
 
     name = "json"
 
@@ -129,8 +129,8 @@ class FieldOptions:
     """The flags of one dataclass: `@options` adds them to a command, `given(ctx)` reads them back.
 
     A field `max_num_seqs: int` becomes `--max-num-seqs INTEGER`, a bool `--flag/--no-flag`, a Literal a
-    choice, a list a repeatable flag, a mapping JSON, and an `int` called `*_bytes` takes "2GiB". Help
-    comes from `name: text` in the class docstring. `renamed` maps field names to other flag names, where
+    choice, a list a repeatable flag, a mapping or a list of lists JSON, and an `int` called `*_bytes` takes
+    "2GiB". Help comes from `name: text` in the class docstring. `renamed` maps field names to other flag names, where
     two dataclasses on one command have a field in common; `omitted` fields get no flag. `groups`: heading ->
     fields, in the order in which help lists them. `shown_defaults`: where the command's default is another.
     """
@@ -189,7 +189,8 @@ def _option(
     kebab = flag_name.replace("_", "-")
     required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     kinds, optional = _alternatives(hint)
-    if any(typing.get_origin(kind) in _SEQUENCES for kind in kinds):
+    is_json = any(_is_nested(kind) for kind in kinds)
+    if any(typing.get_origin(kind) in _SEQUENCES for kind in kinds) and not is_json:
         text = f"{text}  [may be repeated]".strip()
     if shown_default not in (dataclasses.MISSING, None, ()):
         if kinds == [bool]:
@@ -201,11 +202,19 @@ def _option(
         declarations = [f"--{kebab}/--no-{kebab}", flag_name]
         return click.option(*declarations, required=required, help=text, **grouped)
     for kind in kinds:
-        if typing.get_origin(kind) in _SEQUENCES:
+        if typing.get_origin(kind) in _SEQUENCES and not is_json:
             element = typing.get_args(kind)[0]
             return click.option(*declarations, type=element, multiple=True, required=required, help=text, **grouped)
-    param_type = _param_type(field.name, kinds, optional)
+    param_type = Json() if is_json else _param_type(field.name, kinds, optional)
     return click.option(*declarations, type=param_type, required=required, help=text, **grouped)
+
+
+def _is_nested(kind: Any) -> bool:
+    """A mapping, or a sequence of sequences: what only JSON can say."""
+    if kind in _MAPPINGS or typing.get_origin(kind) in _MAPPINGS:
+        return True
+    is_sequence = typing.get_origin(kind) in _SEQUENCES
+    return is_sequence and typing.get_origin(typing.get_args(kind)[0]) in _SEQUENCES
 
 
 def _param_type(name: str, kinds: list[Any], optional: bool) -> click.ParamType:
@@ -219,8 +228,6 @@ def _param_type(name: str, kinds: list[Any], optional: bool) -> click.ParamType:
         return click.STRING
     if words:
         return click.Choice(words)
-    if any(kind in _MAPPINGS or typing.get_origin(kind) in _MAPPINGS for kind in kinds):
-        return Json()
     raise TypeError(f"field {name!r} has the type {kinds}, which no flag can express; use a number, string or mapping")
 
 

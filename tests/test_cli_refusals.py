@@ -295,7 +295,7 @@ def test_every_field_is_in_a_group():
     grouped = [name for names in lamella.cli.ENGINE_GROUPS.values() for name in names]
     assert sorted(grouped) == sorted(EngineConfig.__dataclass_fields__)
     grouped = [name for names in lamella.cli.SAMPLING_GROUPS.values() for name in names]
-    assert sorted([*grouped, "output_kind"]) == sorted(SamplingParams.__dataclass_fields__)
+    assert sorted([*grouped, "output_kind", "logits_processors"]) == sorted(SamplingParams.__dataclass_fields__)
 
 
 def test_help_gives_the_commands_own_default():

@@ -178,7 +178,7 @@ class Engine:
                 f"min_tokens={params.min_tokens}: a prompt of {len(parsed.token_ids)} tokens leaves room for {room} "
                 f"within max_model_len={self.max_model_len}"
             )
-        if params.prompt_logprob_start >= len(parsed.token_ids):
+        if (params.prompt_logprob_start or 0) >= len(parsed.token_ids):
             raise RequestError(
                 f"prompt_logprob_start={params.prompt_logprob_start}: the prompt has only {len(parsed.token_ids)} "
                 f"tokens; give at most {len(parsed.token_ids) - 1}"

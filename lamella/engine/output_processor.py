@@ -321,9 +321,7 @@ class OutputProcessor:
             return None
         if conversation.prompt_logprobs is None:
             conversation.prompt_logprobs = [
-                self._logprobs(scores.found[position], conversation.params.detokenize)
-                if position in scores.found
-                else None
+                self._logprobs(scores.found[position]) if position in scores.found else None
                 for position in range(scores.num_prompt_tokens)
             ]
         return conversation.prompt_logprobs
@@ -338,7 +336,7 @@ class OutputProcessor:
             text = detokenizer.take_delta()
         if params.logprobs is not None:
             for entry in request.output_logprobs[len(sample.logprobs) :]:
-                sample.logprobs.append(self._logprobs(entry, params.detokenize))
+                sample.logprobs.append(self._logprobs(entry))
                 sample.cumulative_logprob += entry.logprob
         return CompletionOutput(
             index=request.sample_index,
@@ -350,7 +348,7 @@ class OutputProcessor:
             stop_reason=request.stop_reason,
         )
 
-    def _logprobs(self, entry: TokenLogprobs, has_text: bool) -> dict[int, Logprob]:
+    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """The token itself first, then the most likely ones."""
         ranked = {entry.token_id: (entry.logprob, entry.rank)}
         for rank, (token_id, logprob) in enumerate(
@@ -358,6 +356,6 @@ class OutputProcessor:
         ):
             ranked.setdefault(token_id, (logprob, rank + 1))
         return {
-            token_id: Logprob(logprob, rank, self._tokenizer.decode([token_id], False) if has_text else None)
+            token_id: Logprob(logprob, rank, self._tokenizer.decode([token_id], False))
             for token_id, (logprob, rank) in ranked.items()
         }

@@ -38,7 +38,7 @@ def make_prompt_scores(params: SamplingParams, num_prompt_tokens: int, vocab_siz
     if params.prompt_logprobs is None:
         return None
     num_logprobs = vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs
-    return PromptScores(num_logprobs, max(params.prompt_logprob_start, 1), num_prompt_tokens)
+    return PromptScores(num_logprobs, max(params.prompt_logprob_start or 0, 1), num_prompt_tokens)
 
 
 def make_token_rules(

@@ -25,7 +25,7 @@ LOWEST_SAMPLING_TEMPERATURE = 0.01
 MOST_SAMPLES = 16_384
 _PENALTY = RealRange(-2.0, 2.0, "-2 to 2 (0 is off)")
 
-_MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "prompt_logprob_start")
 WHOLE_NUMBERS = {
     "n": WholeRange(1, MOST_SAMPLES, f"at least 1 and at most {MOST_SAMPLES} samples"),
     "top_k": WholeRange(-1, MOST_TOKENS, f"at least 1 and at most {MOST_TOKENS}, or 0 or -1 to switch it off"),
@@ -100,17 +100,21 @@ class SamplingParams:
     logprobs: how many of the most likely tokens to report with their log-probabilities, besides the sampled one; -1:
         the whole vocabulary; None: no log-probabilities. They are those of the model's own logits, before anything here
         changes them.
-    prompt_logprobs: the same for each token of the prompt, given what comes before it. The prompt's first token has
-        none. Positions whose log-probabilities are wanted are computed anew even where the prefix cache has them.
-    prompt_logprob_start: the first position of the prompt to report of; those before may come from the cache.
-    logit_bias: token id -> what is added to its logit. Stored as a tuple of pairs.
+    prompt_logprobs: how many of the most likely tokens to report for each of the prompt's, with their
+        log-probabilities and the prompt token's own. -1: the whole vocabulary. The prompt's first token has none.
+        Positions whose log-probabilities are wanted are computed anew even where the prefix cache has them.
+    prompt_logprob_start: the first position of the prompt to report of; those before may come from the cache. None is
+        stored as 0.
+    logit_bias: what is added to the logits of tokens, {token id: number}. Stored as a tuple of pairs.
     allowed_token_ids: the only tokens that may be generated; None: all.
-    bad_words: text that must not come about: of the tokens of each, with and without a space before it, the last is
+    bad_words: text that is not to be generated. Of the tokens of each, with and without a space before it, the last is
         not generated where the output ends with the others. Stored as a tuple.
-    bad_words_ids: the same for sequences of token ids, which count from the prompt on. transformers' name, and result.
+    bad_words_ids: lists of token ids that are not to be generated, the prompt counted in. transformers' name, and
+        result.
     no_repeat_ngram_size: no sequence of so many tokens comes twice in prompt and output; 0 is off. transformers' name,
         and result.
-    suppress_tokens: token ids that are never generated; begin_suppress_tokens: not as the first of the output.
+    suppress_tokens: token ids that are never generated.
+    begin_suppress_tokens: token ids that are not generated as the first of the output.
     logits_processors: functions of (output_token_ids, logits) or (prompt_token_ids, output_token_ids, logits): two
         tuples, and float32 [vocab], which they may overwrite. Each returns the logits for the next. A class (or
         functools.partial of one) is made for each sample, and so may have state, which stays when a sample is
@@ -143,7 +147,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    prompt_logprob_start: int = 0
+    prompt_logprob_start: int | None = 0
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
@@ -229,6 +233,7 @@ class SamplingParams:
             logits_processors=checked_processors(self.logits_processors),
             top_k=max(self.top_k, 0),
             seed=None if self.seed == -1 else self.seed,
+            prompt_logprob_start=self.prompt_logprob_start or 0,
         )
 
     def _check_contradictions(self) -> None:

@@ -118,7 +118,6 @@ def test_of_n_samples_and_in_deltas_they_come_once(tiny) -> None:
         ignore_eos=True,
         prompt_logprobs=0,
         output_kind=RequestOutputKind.DELTA,
-        detokenize=False,
     )
     with Engine(model=tiny[0], dtype="float32", **ARGUMENTS) as engine:
         engine.add_request("a", {"prompt_token_ids": LONG[:50]}, params)
@@ -129,7 +128,6 @@ def test_of_n_samples_and_in_deltas_they_come_once(tiny) -> None:
     assert len(outputs) > 3
     assert len(given) == 1
     assert [len(entry) for entry in given[0][1:]] == [1] * 49
-    assert given[0][1][LONG[1]].decoded_token is None
     assert all(
         len(sample) == 4 for sample in zip(*[[s.token_ids for s in o.outputs] for o in outputs[-4:]], strict=True)
     )

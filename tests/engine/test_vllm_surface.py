@@ -95,6 +95,7 @@ def test_an_argument_that_asks_for_something_is_never_a_typing_error(name):
         ({"lora_target_modules": ["q_proj"]}, "as PEFT saves them"),
         ({"swap_space": 16}, "computed again"),
         ({"generation_config": "vllm"}, "give SamplingParams"),
+        ({"logits_processors": ["module.Class"]}, "SamplingParams.logits_processors"),
         ({"hf_overrides": {"sliding_window": 8}}, "copy of the folder"),
     ],
 )
@@ -108,9 +109,9 @@ def test_what_is_not_here_says_what_is(arguments, hint):
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        ({"logit_bias": {5: 1.0}}, "top_k, top_p"),
-        ({"prompt_logprobs": 1}, "logprobs reports those of the output"),
-        ({"bad_words": ["x"]}, "top_k, top_p"),
+        ({"thinking_token_budget": 5}, "bounded by allowed_token_ids, bad_words"),
+        ({"prompt_logprob_token_ids": [1]}, "report the most likely tokens, or with -1 all"),
+        ({"repetition_detection": object()}, "no_repeat_ngram_size and logits_processors"),
         ({"best_of": 3}, "n says"),
         ({"skip_reading_prefix_cache": True}, "cache_salt"),
     ],

@@ -177,6 +177,24 @@ def test_every_edit_gives_what_it_gives_on_the_host(params: dict) -> None:
         assert found.rank == host.logprobs[place].rank
 
 
+@pytest.mark.parametrize("layout", [torch.clone, lambda logits: logits.t().contiguous().t()])
+def test_scores_of_given_tokens_are_the_hosts(layout) -> None:
+    logits = random_logits(5, 90, seed=4)
+    token_ids, num_logprobs = np.array([3, 89, 0, 40, int(logits[4].argmax())]), np.array([0, 2, 90, 1, 0])
+    found = DeviceSampler(32).score(layout(logits).to(DEVICE), token_ids, num_logprobs)
+    raw = logits.double().log_softmax(-1)
+    for row, one in enumerate(found):
+        assert one.token_id == token_ids[row]
+        assert one.logprob == pytest.approx(float(raw[row, one.token_id]), abs=2e-6)
+        assert one.rank == 1 + int((raw[row] > raw[row, one.token_id]).sum())
+        assert one.top_ids.tolist() == raw[row].argsort(descending=True, stable=True)[: num_logprobs[row]].tolist()
+    host = Sampler().score(layout(logits), token_ids, num_logprobs)
+    assert [(one.token_id, one.rank, one.top_ids.tolist()) for one in host] == [
+        (one.token_id, one.rank, one.top_ids.tolist()) for one in found
+    ]
+    assert [one.logprob for one in host] == pytest.approx(raw[range(5), token_ids].tolist(), abs=1e-9)
+
+
 def test_a_function_that_fails_makes_its_own_row_unusable() -> None:
     cases = {1: {"functions": (lambda prompt, output, logits: None,)}, 2: {"allowed": {4, 5}}}
     logits = random_logits(3, edit_cases.VOCAB, seed=9).to(DEVICE)

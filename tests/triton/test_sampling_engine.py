@@ -12,11 +12,12 @@ from lamella.model_executor.sampling.device.device_sampler import DeviceSampler
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=0.8, seed=1, max_tokens=2, repetition_penalty=1.3, presence_penalty=0.4),
-    SamplingParams(temperature=1.2, seed=2, max_tokens=2, top_k=9, top_p=0.9, min_tokens=2),
+    SamplingParams(temperature=1.2, seed=2, max_tokens=2, top_k=9, top_p=0.9, min_tokens=2, suppress_tokens=[5]),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=2, allowed_token_ids=[9, 8, 7], logit_bias={8: 3.0}),
 ]
-PROMPTS = [[7, 8, 9, 10], [30] * 5, [100, 5, 61]]
+PROMPTS = [[7, 8, 9, 10], [30] * 5, [100, 5, 61], [11, 12]]
 
 
 def test_tokens_and_logprobs_of_a_mixed_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +37,9 @@ def test_tokens_and_logprobs_of_a_mixed_batch(tmp_path: Path, monkeypatch: pytes
         assert llm.engine.inspect().runner.sampler is samplers[0]
     for one, other in zip(actual, expected, strict=True):
         assert list(one.outputs[0].token_ids) == list(other.outputs[0].token_ids)
-    for one, other in zip(actual[0].outputs[0].logprobs, expected[0].outputs[0].logprobs, strict=True):
+    found, wanted = ([*output.prompt_logprobs[1:], *output.outputs[0].logprobs] for output in (actual[0], expected[0]))
+    assert len(found) == 3 + 3
+    for one, other in zip(found, wanted, strict=True):
         assert list(one) == list(other)
         assert [entry.rank for entry in one.values()] == [entry.rank for entry in other.values()]
         for token_id in one:
