@@ -312,13 +312,15 @@ ENGINE_ARGUMENTS: Foreign = {
         enable_mm_processor_stats=(False,),
     ),
     **absent(
-        "there is no speculative decoding, no output grammar, no reasoning parser and no watermark",
-        speculative_config=(),
+        "give speculative_config; there are no draft models",
         spec_method=(),
         spec_model=(),
         spec_tokens=(0,),
         speculative_model=(),
         num_speculative_tokens=(0,),
+    ),
+    **absent(
+        "there is no output grammar, no reasoning parser and no watermark",
         structured_outputs_config=(),
         guided_decoding_backend=("auto", "xgrammar", "guidance", "outlines"),
         logits_processor_pattern=(),

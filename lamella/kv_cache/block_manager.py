@@ -72,6 +72,7 @@ class BlockManager:
         windowed_replay: bool = True,
         skips_prompts: bool = False,
         step_pages_bytes: int = 0,
+        num_draft_tokens: int = 0,
     ) -> None:
         """See CacheSettings. Raises ConfigError for quotas that do not fit the layout or the arena."""
         self.layout = layout
@@ -86,6 +87,7 @@ class BlockManager:
             windowed_replay=windowed_replay,
             skips_prompts=skips_prompts,
             step_pages_bytes=step_pages_bytes,
+            num_draft_tokens=num_draft_tokens,
         )
         self._page_tokens = layout.page_tokens
         self._caches_prefixes = enable_prefix_caching

@@ -16,6 +16,7 @@ class CacheSettings:
     windowed_replay: resume where only full-attention KV is cached, if that costs less than half (see `replay`).
     skips_prompts: where all layers are windowed, leave out what no later token depends on.
     step_pages_bytes: size of the region behind the last slab (see `step_pages`).
+    num_draft_tokens: the most tokens behind a row's last one that a step computes to verify them.
     """
 
     num_slabs: int
@@ -28,6 +29,7 @@ class CacheSettings:
     windowed_replay: bool
     skips_prompts: bool
     step_pages_bytes: int
+    num_draft_tokens: int
 
     @property
     def num_blocks_more(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -10,6 +11,15 @@ from lamella.engine.scheduling.sampling_settings import SamplingSettings
 from lamella.model_executor.step_plan import TokenLogprobs
 
 NO_ROW = -1
+
+
+class DraftGrammar(Protocol):
+    """What the output of a request must obey, as far as drafts are concerned."""
+
+    def allowed_prefix(self, token_ids: list[int]) -> list[int]:
+        """The first of these tokens, as many as may come in this order after the request's output so far, all of it.
+        Changes nothing."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +53,9 @@ class Request:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     is_long: bool = False  # see LongTexts
+    grammar: DraftGrammar | None = None
+    num_draft_tokens: int = 0  # that were verified for it
+    num_accepted_tokens: int = 0  # of these, those that it got
 
     @property
     def is_finished(self) -> bool:
