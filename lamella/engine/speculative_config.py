@@ -30,7 +30,7 @@ _KEYS = {
 
 
 def speculation_settings(given: Mapping[str, Any] | None) -> SpeculationSettings | None:
-    """None or empty: no speculation. Raises ConfigError for a key or value that is not known, or belongs to another method.
+    """None or empty: no speculation. Raises ConfigError for a key or value that is not known, or is another method's.
 
     Keys of both methods: method, num_speculative_tokens (the most drafts of a request in a step). docs/speculation.md
     has the others.

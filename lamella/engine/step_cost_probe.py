@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,12 +21,12 @@ from lamella.model_executor.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 _CONTEXT_TOKENS = 256
 # Every size is measured so often, and the shortest time counts: what is longer was disturbed.
 _MOST_PASSES = 3
 # No pass begins after so long, and larger sizes than the first few are left out.
-_MOST_SECONDS = 3.0
+_MOST_SECONDS = 4.0
 _FEWEST_SIZES = 4
 _MOST_ATTEMPTS = _CONTEXT_TOKENS + 2  # as many as a prompt may have chunks, and two more
 
@@ -95,15 +95,26 @@ def measure_step_costs(
     measured = [size for size in sizes if best[size] < math.inf]
     if not measured:
         return StepCosts([1], [1.0])
-    # More tokens take no less time: where they seem to, something else held the smaller step up.
-    seconds = np.minimum.accumulate(np.array([best[size] for size in measured])[::-1])[::-1]
+    seconds = consistent_seconds(measured, [best[size] for size in measured])
     logger.info(
         "steps of %s tokens take %s ms (measured in %.1f s): so many drafts are made as pay",
         ", ".join(map(str, measured)),
-        ", ".join(f"{1e3 * one:.1f}" for one in seconds),
+        ", ".join(f"{1e3 * one:.2f}" for one in seconds),
         time.monotonic() - started,
     )
-    return StepCosts(measured, seconds.tolist())
+    return StepCosts(measured, seconds)
+
+
+def consistent_seconds(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:
+    """What was measured, less what something else must have taken: more tokens take no less time, and no more than in
+    two steps. sizes: ascending, the first is 1."""
+    found = np.minimum.accumulate(np.array(seconds, dtype=np.float64)[::-1])[::-1]
+    for index in range(1, len(sizes)):
+        rest = sizes[index] - np.array(sizes[:index])
+        in_two = found[:index] + np.interp(rest, sizes[:index], found[:index])
+        # Beyond the sizes so far it takes more than two steps, of which nothing is known.
+        found[index] = min(found[index], in_two[rest <= sizes[index - 1]].min(initial=math.inf))
+    return [float(one) for one in found]
 
 
 def _request(number: int, num_tokens: int, vocab_size: int, max_total_tokens: int) -> Request:

@@ -72,7 +72,7 @@ class Scheduler:
         self._scheduling_policy = scheduling_policy
         self._long_texts = LongTexts(short_text_tokens)
         self._one_each = np.ones(max_num_seqs, dtype=np.int64)
-        self._drafter = drafter
+        self.drafter = drafter
         self._drafts = DraftCounters.none(drafter.settings.num_draft_tokens if drafter is not None else 0)
         self._num_generated_tokens = self._num_steps = self._num_preemptions = 0
         self._admissions = AdmissionCounters()
@@ -90,8 +90,8 @@ class Scheduler:
         self._must_wait = False  # the next plan cannot be made before the planned steps are processed
         self._restarted: Request | None = None  # the request that had to start anew, alone in an empty arena
         self._planned_time = 0.0  # when the last step began to be planned
-        if self._drafter is not None:
-            self._drafter.clear()
+        if self.drafter is not None:
+            self.drafter.clear()
 
     # What the engine calls
 
@@ -136,8 +136,8 @@ class Scheduler:
             self._leave_row(request.row)
         else:
             self.queue.discard(request)
-            if self._drafter is not None:
-                self._drafter.forget(request)
+            if self.drafter is not None:
+                self.drafter.forget(request)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step and reserve its memory. Returns None when nothing can run, or nothing before the step in
@@ -177,7 +177,7 @@ class Scheduler:
             return None
         if self._admitted and in_flight is not None:  # `reached` does not know these rows yet
             reached = Reached.after(self.rows, in_flight)
-        num_drafts = None if self._drafter is None else self._add_drafts(self._drafter)
+        num_drafts = None if self.drafter is None else self._add_drafts(self.drafter)
         is_long_text = self._long_texts.flags(self.rows, self._scheduled)
         plan = build_step_plan(
             self.rows, self.manager, self._scheduled, self._num_new, reached, is_long_text, num_drafts
@@ -219,9 +219,9 @@ class Scheduler:
             manager.slide(rows_of_chunks.tolist(), reached.tolist(), ends.tolist())
         new_tokens = append_tokens(rows, sampled_rows, result, offsets)
         self._num_generated_tokens += len(new_tokens.token_ids)
-        if self._drafter is not None:
+        if self.drafter is not None:
             num_tokens = int(step.num_new.sum())
-            self._drafter.costs.note(num_tokens, time.perf_counter() - self._planned_time)
+            self.drafter.costs.note(num_tokens, time.perf_counter() - self._planned_time)
         for request in (*new_tokens.ended, *new_tokens.failed):
             self._leave_row(request.row)
         return new_tokens
@@ -290,7 +290,7 @@ class Scheduler:
         is planned step by step, because only then does the sizing of the arena guarantee it room."""
         if self._restarted is not None and self._restarted.is_finished:
             self._restarted = None
-        return not (self._must_wait or self._restarted or self.rows.has_penalties or self._drafter is not None)
+        return not (self._must_wait or self._restarted or self.rows.has_penalties or self.drafter is not None)
 
     def _begin_outgrown_anew(self, reached: Reached) -> bool:
         """Send requests that have become long texts back to the queue, to begin anew. Returns False where that must
@@ -482,8 +482,8 @@ class Scheduler:
         self.manager.release(row, rows.tokens[row], int(rows.num_computed[row]), keep=keep)
         request = rows.take(row)
         self._admission.note_finished(request)
-        if self._drafter is not None:
-            self._drafter.forget(request)
+        if self.drafter is not None:
+            self.drafter.forget(request)
 
     # Admission
 

@@ -9,8 +9,9 @@ _ASSUMED = (0.4, 0.5, 0.65, 0.75, 0.85, 0.9)
 _ASSUMED_WEIGHT = 4.0
 # What all requests of an engine have seen counts for one of them as so many drafts of its own.
 _OTHERS_WEIGHT = 6.0
-# Older observations count half after so many newer ones, so that a text that changes is noticed.
-_HALF_LIFE = 24.0
+# Observations count half after so many newer ones of their class, so that a text that changes is noticed.
+_HALF_LIFE = 16.0
+_HALF_LIFE_OF_ALL = 128.0
 
 
 def class_of(num_matched: int) -> int:
@@ -23,6 +24,7 @@ class AcceptanceRecord:
 
     def __init__(self, others: AcceptanceRecord | None = None) -> None:
         self._others = others
+        self._decay = 0.5 ** (1 / (_HALF_LIFE_OF_ALL if others is None else _HALF_LIFE))
         self._num_tried = [0.0] * NUM_CLASSES
         self._num_right = [0.0] * NUM_CLASSES
 
@@ -30,11 +32,8 @@ class AcceptanceRecord:
         """A draft that was found behind a match of so many tokens, or behind drafts that were right after one, was or
         would have been right or wrong."""
         index = class_of(num_matched)
-        self._num_tried[index] += 1
-        self._num_right[index] += is_right
-        if self._num_tried[index] > 2 * _HALF_LIFE:
-            self._num_tried[index] /= 2
-            self._num_right[index] /= 2
+        self._num_tried[index] = self._decay * self._num_tried[index] + 1
+        self._num_right[index] = self._decay * self._num_right[index] + is_right
         if self._others is not None:
             self._others.note(num_matched, is_right=is_right)
 
