@@ -73,7 +73,8 @@ ENGINE_DIFFERENCES = {
     "scheduling_policy": '"fcfs", or "prefix", the longest cached prefix first, which is LLM\'s default; no "priority"',
     "attention_backend": '"auto", "native", "torch", "triton", "xformers", "reference"',
     "enable_prefix_caching": "hits are exact to the token, not to the block",
-    "async_scheduling": "None: on CUDA only",
+    "async_scheduling": "None: on CUDA only, and not with speculation",
+    "speculative_config": 'methods "suffix" and "ngram" alone; suffix_decoding_max_cached_requests is 0 by default',
     "enforce_eager": "nothing is compiled at run time in any case",
     "device": '"auto", "cpu", "cuda", "cuda:1"',
 }
