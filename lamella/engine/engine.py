@@ -260,7 +260,7 @@ class Engine:
             self._process(loaded)
             self._drop_moot_steps(loaded)
             if self.config.check_invariants:
-                invariants.check(loaded.manager)
+                invariants.check(loaded.manager, loaded.scheduler.num_computed())
             self._books = _Books.SETTLED
         except BaseException:
             self._recover(loaded)
@@ -355,7 +355,8 @@ class Engine:
     @in_turn
     def check_invariants(self) -> None:
         """Raise InvariantError if the KV bookkeeping contradicts itself."""
-        invariants.check(self._require_settled().manager)
+        loaded = self._require_settled()
+        invariants.check(loaded.manager, loaded.scheduler.num_computed())
 
     @in_turn
     def stats(self) -> EngineStats:

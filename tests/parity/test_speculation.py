@@ -1,7 +1,7 @@
 """Real models give the same tokens with speculation on and off, whatever requests ask for, with memory for a few only.
 
-By default SmolLM2 runs some requests; `make test-full` runs a hundred of it and of Gemma 3. Qwen2.5's file is to be given
-(README.md).
+By default SmolLM2 runs some requests; `make test-full` runs a hundred of it and of Gemma 3. Qwen2.5's file is to be
+given (README.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TEXT = (
     "The river rose in March. The council met in the old mill and asked for sand. In April the river rose again, and "
     "the council met in the old mill again and asked for stones. "
 )
-CODE = "def add(a, b):\n    total = a + b\n    return total\n\n\ndef multiply(a, b):\n    total = a * b\n    return total\n"
+CODE = "".join(f"def {name}(a, b):\n    total = a {sign} b\n    return total\n\n\n" for name, sign in (("add", "+"), ("multiply", "*")))
 ROWS = '[{"name": "Ada", "age": 36}, {"name": "Boris", "age": 41}, {"name": "Chen", "age": 29}, '
 KINDS = (
     {"temperature": 0},

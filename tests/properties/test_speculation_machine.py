@@ -67,7 +67,8 @@ class SpeculationMachine(SchedulerMachine):
         for row in self.simulation.scheduler.running:
             computed = int(rows.num_computed[row])
             assert computed < rows.num_tokens[row]
-            assert tables.num_committed[row] * self.page_tokens <= computed
+            replayed = tables.replay_end.get(row, 0)
+            assert tables.num_committed[row] * self.page_tokens <= max(computed, replayed)
             if computed + 1 < rows.num_tokens[row] or computed < rows.num_prompt_tokens[row] + self.interval:
                 continue  # a prompt's chunk may have more pages, until the row has decoded for a while
             for group, spec in enumerate(self.simulation.manager.layout.groups):

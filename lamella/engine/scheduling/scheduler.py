@@ -118,6 +118,10 @@ class Scheduler:
             self._admissions.hits,
         )
 
+    def num_computed(self) -> dict[int, int]:
+        """Row -> how many tokens processed steps have computed of it, for the rows that run."""
+        return {row: self.rows.num_computed_at[row] for row in self.running}
+
     def draft_counters(self) -> DraftCounters:
         return self._drafts
 
