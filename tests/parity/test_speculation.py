@@ -16,7 +16,8 @@ TEXT = (
     "The river rose in March. The council met in the old mill and asked for sand. In April the river rose again, and "
     "the council met in the old mill again and asked for stones. "
 )
-CODE = "".join(f"def {name}(a, b):\n    total = a {sign} b\n    return total\n\n\n" for name, sign in (("add", "+"), ("multiply", "*")))
+FUNCTION = "def {0}(a, b):\n    total = a {1} b\n    return total\n\n\n"
+CODE = FUNCTION.format("add", "+") + FUNCTION.format("multiply", "*")
 ROWS = '[{"name": "Ada", "age": 36}, {"name": "Boris", "age": 41}, {"name": "Chen", "age": 29}, '
 KINDS = (
     {"temperature": 0},

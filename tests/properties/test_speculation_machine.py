@@ -4,6 +4,7 @@ every page is accounted for, and each request gets the tokens that its prompt al
 from __future__ import annotations
 
 import os
+import random
 
 import numpy as np
 import pytest
@@ -11,11 +12,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
+from lamella.engine.scheduling import scheduler as scheduler_module
+from lamella.engine.scheduling.scheduler import Scheduler
+from lamella.engine.scheduling.verification import verify
 from lamella.kv_cache.arena import NULL_PAGE
 from lamella.kv_cache.retention import RetentionPolicy
+from tests.helpers.fake_executor import foretell
 from tests.helpers.random_drafts import RandomDrafts
 from tests.helpers.scheduler_machine import LAYERS, MAX_MODEL_LEN, SchedulerMachine, last_of_each_kind
-from tests.helpers.simulation import Simulation
+from tests.helpers.simulation import Simulation, chunked, full, sliding
 
 NUM_LIVES = int(os.environ.get("LAMELLA_MACHINE_EXAMPLES", "100")) // 4
 
@@ -95,3 +100,56 @@ def _lives_of(machine, num_lives, step_count):
 
 TestSpeculationMachine = _lives_of(SpeculationMachine, NUM_LIVES, 20)
 TestLongSpeculationMachine = pytest.mark.slow(_lives_of(LongSpeculationMachine, 20 * NUM_LIVES, 40))
+
+
+def _lives(num_lives=12):
+    """Short lives with drafts, each checked at every step and at its end."""
+    for seed in range(num_lives):
+        draw = random.Random(seed)
+        specs = [full(), sliding(draw.choice([2, 5, 9, 13])), chunked(8)][: draw.choice([1, 2, 3])]
+        simulation = Simulation(
+            specs, page_tokens=draw.choice([1, 3, 4]), chunk_tokens=11, max_num_seqs=4,
+            extra_slabs=draw.choice([0, 3, 40]),
+            drafter=RandomDrafts(draw.choice([3, 8]), draw.choice([0.3, 0.8]), seed),
+        )  # fmt: skip
+        expected = {}
+        for index in range(5):
+            prompt = [draw.randrange(50) for _ in range(draw.randint(1, 30))]
+            num_tokens = draw.randint(1, 25)
+            simulation.add(f"r{index}", prompt, num_tokens)
+            expected[f"r{index}"] = foretell(None, prompt, min(num_tokens, 64 - len(prompt)))
+            simulation.step()
+        simulation.run()
+        assert simulation.outputs == expected
+
+
+def _counts_rejected_as_computed(rows, step, result):
+    verified = verify(rows, step, result)
+    return verified._replace(num_rejected=np.zeros_like(verified.num_rejected))
+
+
+def _accepts_all(rows, step, result):
+    verified = verify(rows, step, result)
+    counts = np.bincount(step.sampled_rows, minlength=len(rows.num_tokens))[step.rows]
+    offsets = np.concatenate([np.arange(count) for count in counts])
+    nothing = np.zeros_like(verified.num_rejected)
+    return verified._replace(samples=np.arange(len(offsets)), offsets=offsets, num_rejected=nothing)
+
+
+def test_short_lives_are_right():
+    _lives()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (scheduler_module, "verify", _counts_rejected_as_computed),
+        (scheduler_module, "verify", _accepts_all),
+        (Scheduler, "_grow_for_drafts", lambda scheduler, row, most: most),
+    ],
+    ids=["rejected drafts count as computed", "all drafts are accepted", "drafts get no pages"],
+)
+def test_a_rule_that_is_broken_is_noticed(monkeypatch, owner, name, fault):
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises((AssertionError, ValueError, IndexError)):
+        _lives()
