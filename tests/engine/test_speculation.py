@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
 
 from lamella import LLM, Engine, EngineConfig, SamplingParams
+from lamella.engine.sampling_params import RequestOutputKind
 from lamella.engine.scheduling.speculation.step_costs import StepCosts
 from lamella.errors import ConfigError
 from tests.helpers.oracle_drafts import let_an_oracle_draft
@@ -65,8 +69,9 @@ def parts_of(outputs):
     ]
 
 
-def run(folder, *, oracle=None, share_right=0.8, costs=FREE, speculative_config=None, **arguments):
+def run(folder, *, oracle=None, share_right=0.8, costs=FREE, speculative_config=None, preempts=False, **arguments):
     """oracle: outputs of another run to draft from; without it, drafts come from texts, and all that can be made are.
+    preempts: every third step the youngest request leaves.
 
     Returns outputs and statistics."""
     prompts, params = workload()
@@ -87,11 +92,25 @@ def run(folder, *, oracle=None, share_right=0.8, costs=FREE, speculative_config=
             )
         elif scheduler.drafter is not None:
             scheduler.drafter.costs = costs
+        if preempts:
+            preempt_often(llm.engine)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         stats = llm.engine.stats()
         assert all(usage.owned == 0 for usage in stats.pages.values())
         assert stats.num_generated_tokens == sum(len(one.token_ids) for output in outputs for one in output.outputs)
         return outputs, stats
+
+
+def preempt_often(engine):
+    scheduler, step, steps = engine.inspect().scheduler, engine.step, itertools.count(1)
+
+    def preempting_step():
+        outputs = step()
+        if next(steps) % 3 == 0 and scheduler.running:
+            scheduler._preempt(scheduler.running[-1])
+        return outputs
+
+    engine.step = preempting_step
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +128,7 @@ def without(folder):
     "arguments",
     [
         {},
-        {"kv_cache_memory_bytes": 11 * PAGE_BYTES, "max_model_len": 128, "share_right": 0.9},
+        {"kv_cache_memory_bytes": 11 * PAGE_BYTES, "max_model_len": 128, "preempts": True},
         pytest.param({"share_right": 0.4, "enable_prefix_caching": False, "max_num_seqs": 2}, marks=pytest.mark.slow),
         pytest.param({"share_right": 1.0, "page_size": 32, "max_num_batched_tokens": 8}, marks=pytest.mark.slow),
         pytest.param({"kv_split": "ratio", "swa_full_tokens_ratio": 0.5}, marks=pytest.mark.slow),
@@ -128,8 +147,7 @@ def test_right_and_wrong_drafts_change_nothing(folder, without, arguments):
     metrics = [output.metrics for output in outputs]
     assert sum(one.num_draft_tokens for one in metrics) == drafts.num_proposed
     assert sum(one.num_accepted_tokens for one in metrics) == drafts.num_accepted
-    if "kv_cache_memory_bytes" in arguments:
-        assert stats.num_preemptions > 0
+    assert (stats.num_preemptions > 0) == ("preempts" in arguments)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +174,10 @@ def test_forms_of_weights_verify_to_the_same_bits(folder, quantization):
     assert stats.drafts.num_accepted > 0
 
 
-def test_several_tokens_of_a_step_come_in_one_delta(folder, without):
-    """Streams join to the same text and tokens, and a stop string in the middle of a step ends them there."""
-    from lamella.engine.sampling_params import RequestOutputKind
-
+@pytest.mark.parametrize("num_more", [10, 1])
+def test_several_tokens_of_a_step_come_in_one_delta(folder, without, num_more):
+    """Streams join to the same text and tokens, and a stop string in the middle of a step ends them there. num_more:
+    how many tokens the request might still have; with 1 the scheduler ends it for its length in the same step."""
     prompts, params = workload()
     index = next(
         place for place, output in enumerate(without) if isinstance(output.outputs[0].stop_reason, str)
@@ -168,9 +186,9 @@ def test_several_tokens_of_a_step_come_in_one_delta(folder, without):
     expected = without[index].outputs[0]
     with Engine(model=folder, speculative_config=SUFFIX, **SETTINGS) as engine:
         let_an_oracle_draft(engine, lambda request: [*expected.token_ids, *range(10, 20)], 1.0)
-        import dataclasses
-
-        streamed = dataclasses.replace(params[index], output_kind=RequestOutputKind.DELTA)
+        streamed = dataclasses.replace(
+            params[index], output_kind=RequestOutputKind.DELTA, max_tokens=len(expected.token_ids) + num_more
+        )
         engine.add_request("r", prompts[index], streamed)
         deltas = []
         while engine.has_unfinished_requests():
