@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from lamella.engine.sampling_params import RequestOutputKind
 from lamella.engine.scheduling.speculation.step_costs import StepCosts
 from lamella.errors import ConfigError
 from tests.helpers.oracle_drafts import let_an_oracle_draft
+from tests.helpers.preempting import preempt_often
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 PAGE_BYTES = 6 * 16 * 2 * 2 * 16 * 4  # 6 layers, 16 tokens, K and V, 2 heads of 16 float32
@@ -99,18 +99,6 @@ def run(folder, *, oracle=None, share_right=0.8, costs=FREE, speculative_config=
         assert all(usage.owned == 0 for usage in stats.pages.values())
         assert stats.num_generated_tokens == sum(len(one.token_ids) for output in outputs for one in output.outputs)
         return outputs, stats
-
-
-def preempt_often(engine):
-    scheduler, step, steps = engine.inspect().scheduler, engine.step, itertools.count(1)
-
-    def preempting_step():
-        outputs = step()
-        if next(steps) % 3 == 0 and scheduler.running:
-            scheduler._preempt(scheduler.running[-1])
-        return outputs
-
-    engine.step = preempting_step
 
 
 @pytest.fixture(scope="module")
