@@ -16,6 +16,7 @@ from lamella.errors import LamellaError
 
 # Counts of tokens and the like are kept as int32 or int64 further down. No model has any use for larger ones.
 MOST_TOKENS = 2**31 - 1
+MOST_DRAFT_TOKENS = 256  # of one request in one step
 MOST_SEED = 2**64 - 1
 _MOST_SHOWN = 120
 

@@ -92,7 +92,13 @@ ENGINE_GROUPS = {
         "swa_full_tokens_ratio",
     ],
     "Adapters": ["enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"],
-    "Speed and checks": ["attention_backend", "async_scheduling", "enforce_eager", "check_invariants"],
+    "Speed and checks": [
+        "attention_backend",
+        "speculative_config",
+        "async_scheduling",
+        "enforce_eager",
+        "check_invariants",
+    ],
 }
 engine_options = FieldOptions(EngineConfig, groups=ENGINE_GROUPS, shown_defaults={"scheduling_policy": "prefix"})
 sampling_options = FieldOptions(
@@ -117,6 +123,7 @@ PLAN_FLAGS = {
     "swa_eviction_interval": "--swa-eviction-interval",
     "ratios": "--ratio",
     "mean_tokens": "--mean-length",
+    "num_draft_tokens": "--num-speculative-tokens",
     "swa_full_tokens_ratio": "--ratio",
     "plot": "--plot",
 }
@@ -246,6 +253,9 @@ def _adapter(lora: str) -> LoRARequest:
 @click.option("--swa-eviction-interval", type=WHOLE, help="Tokens that leave a window before decode frees them.")
 @click.option("--ratio", "ratios", type=REAL, multiple=True, help="Fixed pools to compare with; may be repeated.")
 @click.option("--mean-length", type=WHOLE, help="Tokens of a request on average; all of --context unless given.")
+@click.option(
+    "--num-speculative-tokens", type=WHOLE, default=0, show_default=True, help="Most drafts of a request in a step."
+)
 @click.option("--plot", type=click.Path(), help="Also draw requests against context into this PNG.")
 def plan(
     model: str,
@@ -257,6 +267,7 @@ def plan(
     swa_eviction_interval: int | None,
     ratios: tuple[float, ...],
     mean_length: int | None,
+    num_speculative_tokens: int,
     plot: str | None,
 ) -> None:
     """Say how many requests a KV memory holds, without loading weights."""
@@ -269,6 +280,7 @@ def plan(
         interval_tokens=swa_eviction_interval,
         ratios=ratios or None,
         mean_tokens=mean_length,
+        num_draft_tokens=num_speculative_tokens,
     )
     made = plan_memory(model, model_specs(model, DTYPE_BYTES[dtype]), options)
     click.echo(with_flags(made.report(), PLAN_FLAGS))

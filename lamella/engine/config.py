@@ -12,7 +12,9 @@ import torch
 from lamella.argument_checks import FRACTION, MOST_SEED, MOST_TOKENS, WholeRange, path_text, shown, truth_value
 from lamella.attention.choice import BACKEND_NAMES
 from lamella.attention.kv_dtype import KV_CACHE_DTYPES
+from lamella.engine.scheduling.speculation.settings import SpeculationSettings
 from lamella.engine.scheduling.waiting_queue import SCHEDULING_POLICIES
+from lamella.engine.speculative_config import speculation_settings
 from lamella.engine.structured.config import StructuredOutputsConfig
 from lamella.engine.vllm_engine_arguments import ENGINE_ARGUMENTS, NONE_IS_DEFAULT
 from lamella.engine.vllm_keywords import takes_vllm_keywords
@@ -107,7 +109,8 @@ class EngineConfig:
     enforce_eager: do not capture CUDA graphs of decode steps.
     attention_backend: attention kernels: "auto" (the fastest that is there), "native", "torch", "triton", "xformers"
         or "reference".
-    async_scheduling: plan and launch a step while the one before it runs; None: on CUDA only. Outputs are the same.
+    async_scheduling: plan and launch a step while the one before it runs; None: on CUDA only, and not with speculation.
+        Outputs are the same.
     structured_outputs_config: what `SamplingParams.structured_outputs` may take, as a dict: see
         StructuredOutputsConfig.
     enable_lora: take requests with a lora_request, on native families.
@@ -115,6 +118,8 @@ class EngineConfig:
     max_cpu_loras: most adapters that stay loaded; those that requests use and pinned ones do in any case. At least
         max_loras; None: max_loras, or 16.
     max_lora_rank: largest rank of an adapter; None: any.
+    speculative_config: draft tokens from texts that are there and verify several in a step, such as {"method":
+        "suffix"} or {"method": "ngram", "num_speculative_tokens": 8}; None: do not. Outputs are the same.
     cache_dir: folder for converted weights; None: the user's cache folder.
     check_invariants: check the KV bookkeeping after every step (slow; for tests and debugging).
     """
@@ -154,6 +159,7 @@ class EngineConfig:
     max_loras: int | None = None
     max_cpu_loras: int | None = None
     max_lora_rank: int | None = None
+    speculative_config: Mapping[str, Any] | None = None
     cache_dir: str | None = None
     check_invariants: bool = False
 
@@ -209,6 +215,11 @@ class EngineConfig:
                 self._set(name, truth_value(name, getattr(self, name), ConfigError))
         self._set("structured_outputs_config", StructuredOutputsConfig.of(self.structured_outputs_config))
         RetentionPolicy(self.retention, self.retention_grid_tokens)  # raises ConfigError where one is wrong
+        if self.speculation is not None and self.async_scheduling:
+            raise ConfigError(
+                "async_scheduling=True with a speculative_config: what comes next depends on what the step in flight "
+                "accepts, so no step can be planned while one runs; leave one of them out"
+            )
         if self.swa_full_tokens_ratio is not None:
             self._set("swa_full_tokens_ratio", check_ratio(self.swa_full_tokens_ratio))
             if self.kv_split != "ratio":
@@ -217,6 +228,17 @@ class EngineConfig:
                     f'kv_split="{self.kv_split}" memory is not divided by a ratio; set kv_split="ratio" as well, or '
                     "leave the ratio out"
                 )
+
+    @property
+    def speculation(self) -> SpeculationSettings | None:
+        """What speculative_config asks for; None: no speculation."""
+        return speculation_settings(self.speculative_config)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """The most drafts of a request in a step."""
+        settings = self.speculation
+        return 0 if settings is None else settings.num_draft_tokens
 
     def _check_device(self) -> None:
         if isinstance(self.device, torch.device):

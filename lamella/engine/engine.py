@@ -31,6 +31,7 @@ from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.saved_prefixes import PrefixFile, enter_prefix, load_prefix, prefix_ties, save_prefix
 from lamella.engine.scheduling.request import NO_ADAPTER, Request
 from lamella.engine.scheduling.request_rows import RunningTokens, require_fitting
+from lamella.engine.scheduling.scheduler_counters import DraftCounters
 from lamella.engine.structured.compiler import GrammarCompiler
 from lamella.engine.structured.config import StructuredOutputsConfig
 from lamella.engine.structured.params import StructuredOutputsParams
@@ -60,7 +61,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Totals since the engine started. peak_pages: per group, the most pages that running requests
-    held at once; peak_page_bytes: the same in bytes."""
+    held at once; peak_page_bytes: the same in bytes. drafts: what speculation proposed and requests got."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -70,6 +71,7 @@ class EngineStats:
     peak_pages: dict[str, int]
     peak_page_bytes: dict[str, int]
     kv_cache: KVCacheCounters
+    drafts: DraftCounters
 
     @property
     def pages(self) -> dict[str, GroupUsage]:
@@ -126,7 +128,8 @@ class Engine:
         self._books = _Books.SETTLED
         self._interrupts = HeldInterrupts()
         wants_async = self.config.async_scheduling
-        self.is_async = self._loaded.runner.device.type == "cuda" if wants_async is None else wants_async
+        by_default = self._loaded.runner.device.type == "cuda" and self.config.speculation is None
+        self.is_async = by_default if wants_async is None else wants_async
         self.load_seconds = time.monotonic() - started
 
     @classmethod
@@ -310,7 +313,7 @@ class Engine:
             self._process(loaded)
             self._drop_moot_steps(loaded)
             if self.config.check_invariants:
-                invariants.check(loaded.manager)
+                invariants.check(loaded.manager, loaded.scheduler.num_computed())
             self._books = _Books.SETTLED
         except BaseException:
             self._recover(loaded)
@@ -332,8 +335,8 @@ class Engine:
         result = self._launched[0].result()
         self._books = _Books.HALF_DONE
         self._launched.popleft()
-        for request, stop_string in self._outputs.process(loaded.scheduler.update(result)):
-            loaded.scheduler.finish(request, "stop", stop_string)
+        for request, stop_string, num_dropped in self._outputs.process(loaded.scheduler.update(result)):
+            loaded.scheduler.finish(request, "stop", stop_string, num_dropped_tokens=num_dropped)
 
     def _drop_moot_steps(self, loaded: LoadedEngine) -> None:
         """When no request is left, nobody wants what the steps in flight compute: wait for them, so that their memory
@@ -443,7 +446,8 @@ class Engine:
     @in_turn
     def check_invariants(self) -> None:
         """Raise InvariantError if the KV bookkeeping contradicts itself."""
-        invariants.check(self._require_settled().manager)
+        loaded = self._require_settled()
+        invariants.check(loaded.manager, loaded.scheduler.num_computed())
 
     @in_turn
     def stats(self) -> EngineStats:
@@ -457,6 +461,7 @@ class Engine:
             peak_pages=peaks,
             peak_page_bytes={name: count * page_bytes[name] for name, count in peaks.items()},
             kv_cache=loaded.manager.counters(hits),
+            drafts=loaded.scheduler.draft_counters(),
         )
 
     @in_turn
@@ -478,6 +483,7 @@ class Engine:
             step_pages_bytes=loaded.pool.step_pages_bytes,
             num_blocks_more=loaded.manager.settings.num_blocks_more,
             pinned=loaded.manager.pinned(),
+            num_draft_tokens=loaded.manager.settings.num_draft_tokens,
         )
 
     # Prefixes by name

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +19,8 @@ from lamella.engine.loaded_adapters import LoadedAdapters
 from lamella.engine.model_opening import ServedConfig, open_model
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduling.scheduler import Scheduler
+from lamella.engine.scheduling.speculation.drafter import Drafter
+from lamella.engine.step_cost_probe import measure_step_costs
 from lamella.errors import CapacityError, ConfigError
 from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.layout import KVLayout, build_layout, without_sliding
@@ -89,6 +93,7 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
         "max_model_len": max_model_len or model_config.max_position_embeddings,
         "interval_tokens": interval_tokens,
         "num_blocks_more": _num_blocks_more(config),
+        "num_draft_tokens": config.num_draft_tokens,
     }
     max_batch = LargestBatch(
         num_requests=config.max_num_seqs,
@@ -127,6 +132,19 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
         skips_prompts=config.windowed_replay,
         step_pages_bytes=size.step_pages_bytes,
         max_pinned_bytes=config.max_pinned_bytes,
+        num_draft_tokens=config.num_draft_tokens,
+    )
+    arena = allocate_arena(layout, size.num_slabs, device, step_pages_bytes=size.step_pages_bytes)
+    make_runner = partial(
+        ModelRunner,
+        loaded.runnable,
+        backend,
+        layout,
+        attention_specs,
+        arena,
+        kv_dtype=kv_dtype,
+        kv_scales=loaded.kv_scales,
+        prunes=loaded.prunes,
     )
     scheduler = Scheduler(
         manager,
@@ -137,18 +155,9 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
         scheduling_policy=config.scheduling_policy,
         short_text_tokens=model_config.short_text_tokens,
         max_loras=config.max_loras,
+        drafter=_drafter(config, make_runner, layout, size, model_config),
     )
-    arena = allocate_arena(layout, size.num_slabs, device, step_pages_bytes=size.step_pages_bytes)
-    runner = ModelRunner(
-        loaded.runnable,
-        backend,
-        layout,
-        attention_specs,
-        arena,
-        kv_dtype=kv_dtype,
-        kv_scales=loaded.kv_scales,
-        prunes=loaded.prunes,
-    )
+    runner = make_runner()
     if device.type != "cpu":
         runner.reserve_tables(max_batch.num_requests, max_batch.line_widths)
     if uses_graphs:
@@ -163,6 +172,36 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
     return LoadedEngine(
         tokenizer, model_config, default_params, layout, size, manager, scheduler, runner, adapters, source
     )
+
+
+def _drafter(
+    config: EngineConfig,
+    make_runner: Callable[[], ModelRunner],
+    layout: KVLayout,
+    size: PoolSize,
+    model_config: ServedConfig,
+) -> Drafter | None:
+    """What guesses tokens, with what steps cost, measured over the arena while it is empty; None: no speculation."""
+    settings = config.speculation
+    if settings is None:
+        return None
+    manager = BlockManager(
+        layout,
+        num_slabs=size.num_slabs,
+        num_rows=1,
+        max_model_len=size.max_model_len,
+        interval_tokens=config.page_size,
+        enable_prefix_caching=False,
+        num_draft_tokens=settings.num_draft_tokens,
+    )
+    costs = measure_step_costs(
+        make_runner(),
+        manager,
+        vocab_size=model_config.vocab_size,
+        chunk_tokens=size.chunk_tokens,
+        max_tokens=min(config.max_num_batched_tokens, config.max_num_seqs + settings.num_draft_tokens),
+    )
+    return Drafter(settings, costs)
 
 
 def _with_tokenizer_end(model_config: ServedConfig, tokenizer: Tokenizer) -> ServedConfig:
@@ -228,6 +267,7 @@ def _size_memory(
             max_num_seqs=config.max_num_seqs,
             enable_prefix_caching=config.enable_prefix_caching,
             num_blocks_more=_num_blocks_more(config),
+            num_draft_tokens=config.num_draft_tokens,
         )
         size, slab_quota = PoolSize(pools.num_slabs, pools.chunk_tokens, pools.max_model_len), pools.slab_quota
         if pools.interval_tokens < interval_tokens:
@@ -247,6 +287,7 @@ def _size_memory(
             interval_tokens=interval_tokens,
             with_step_pages=config.retention != "all",  # "all" keeps every page, so none would be a step page
             num_blocks_more=_num_blocks_more(config),
+            num_draft_tokens=config.num_draft_tokens,
         )
     if size.chunk_tokens < wanted_chunk:
         logger.info(

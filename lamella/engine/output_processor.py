@@ -91,6 +91,14 @@ class _Finding(NamedTuple):
     num_kept_tokens: int
 
 
+class Stopped(NamedTuple):
+    """A request that a stop string ended. num_dropped_tokens: how many tokens the step gave it behind that."""
+
+    request: Request
+    stop_string: str
+    num_dropped_tokens: int
+
+
 class OutputProcessor:
     """num_kept_tokens: how many generated tokens of all requests have been kept since the start."""
 
@@ -145,16 +153,21 @@ class OutputProcessor:
     def requests_of(self, request_id: str) -> list[Request]:
         return self._conversations[request_id].requests
 
-    def process(self, new_tokens: NewTokens) -> list[tuple[Request, str]]:
+    def process(self, new_tokens: NewTokens) -> list[Stopped]:
         """Take in a step's tokens; `take` has the outputs that are due then.
 
-        Returns the requests that a stop string ended (with the string): the caller has the scheduler finish those.
+        Returns the requests that a stop string ended: the caller has the scheduler finish those.
         """
         self._is_open = True
-        stopped: list[tuple[Request, str]] = []
+        stopped: list[Stopped] = []
         touched: dict[str, Conversation] = {}
         samples: list[_Sample] = []
-        for request, token_id in new_tokens.each():
+        num_dropped, cut = 0, None
+        for request, token_id, is_last in new_tokens.each():
+            if request is cut:  # a stop string ended it before this token
+                stopped[-1] = stopped[-1]._replace(num_dropped_tokens=stopped[-1].num_dropped_tokens + 1)
+                num_dropped += 1
+                continue
             conversation = self._conversations[request.request_id]
             sample = conversation.samples[request.sample_index]
             detokenizer = sample.detokenizer or self._detokenizer(conversation, sample)
@@ -162,12 +175,14 @@ class OutputProcessor:
             samples.append(sample)
             touched[request.request_id] = conversation
             # The text of an end token is no output, unless asked for.
-            is_end = request.finish_reason == "stop"
+            is_end = is_last and request.finish_reason == "stop"
             stop_string = detokenizer.append(token_id, is_stop_token=is_end)
             if stop_string is not None:
                 request.finish_reason, request.stop_reason = "stop", stop_string
-                stopped.append((request, stop_string))
-            if request.is_finished:
+                del request.output_logprobs[len(sample.token_ids) :]
+                stopped.append(Stopped(request, stop_string, 0))
+                cut = request
+            if stop_string is not None or (is_last and request.is_finished):
                 detokenizer.finish()
         for request in new_tokens.failed:
             conversation = self._conversations[request.request_id]
@@ -175,7 +190,7 @@ class OutputProcessor:
             (sample.detokenizer or self._detokenizer(conversation, sample)).finish()
             samples.append(sample)
             touched[request.request_id] = conversation
-        self._keep(samples, touched.values(), len(new_tokens.token_ids))
+        self._keep(samples, touched.values(), len(new_tokens.token_ids) - num_dropped)
         return stopped
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
@@ -305,6 +320,8 @@ class OutputProcessor:
                 first_token_time=first.first_token_time,
                 finished_time=time.monotonic() if final else None,
                 num_preemptions=sum(sample.request.num_preemptions for sample in conversation.samples),
+                num_draft_tokens=sum(sample.request.num_draft_tokens for sample in conversation.samples),
+                num_accepted_tokens=sum(sample.request.num_accepted_tokens for sample in conversation.samples),
             ),
             num_cached_tokens=first.num_cached_tokens or 0,
             prompt_logprobs=prompt_logprobs,

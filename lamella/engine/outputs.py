@@ -25,13 +25,18 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of `time.monotonic`; None: never happened."""
+    """When things happened to a request, in seconds of `time.monotonic`; None: never happened.
+
+    num_draft_tokens: drafts that steps verified for all of its samples; num_accepted_tokens: those that they got.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,13 +311,15 @@ ENGINE_ARGUMENTS: Foreign = {
         "give a request its own in SamplingParams.logits_processors", logits_processor_pattern=(), logits_processors=()
     ),
     **absent(
-        "there is no speculative decoding, no reasoning parser and no watermark",
-        speculative_config=(),
+        "give speculative_config; there are no draft models",
         spec_method=(),
         spec_model=(),
         spec_tokens=(0,),
         speculative_model=(),
         num_speculative_tokens=(0,),
+    ),
+    **absent(
+        "there is no reasoning parser and no watermark; requests choose structured_outputs",
         guided_decoding_backend=("auto", "xgrammar", "guidance", "outlines"),
         reasoning_parser=(),
         reasoning_parser_plugin=(),

@@ -78,6 +78,7 @@ class BlockManager:
         skips_prompts: bool = False,
         step_pages_bytes: int = 0,
         max_pinned_bytes: int | None = None,
+        num_draft_tokens: int = 0,
     ) -> None:
         """See CacheSettings. Raises ConfigError for quotas that do not fit the layout or the arena."""
         self.layout = layout
@@ -93,6 +94,7 @@ class BlockManager:
             skips_prompts=skips_prompts,
             step_pages_bytes=step_pages_bytes,
             max_pinned_bytes=max_pinned_bytes,
+            num_draft_tokens=num_draft_tokens,
         )
         self._page_tokens = layout.page_tokens
         self._caches_prefixes = enable_prefix_caching

@@ -17,12 +17,13 @@ def batch_pages(
     chunk_tokens: int,
     interval_tokens: int,
     num_blocks_more: int = 1,
+    num_draft_tokens: int = 0,
 ) -> tuple[int, ...]:
     """Most pages of each group that `num_requests` requests of up to `context_tokens` tokens hold at once.
 
     One of them computes a chunk of up to `chunk_tokens` and the others decode, because a step computes one chunk's
     worth of prompt tokens, and when a prompt is done its window slides before the next chunk takes pages.
-    num_blocks_more: see KVCacheSpec.max_pages.
+    num_blocks_more, num_draft_tokens: see KVCacheSpec.max_pages.
     """
     busiest = request_pages(
         layout,
@@ -30,15 +31,25 @@ def batch_pages(
         chunk_tokens=min(chunk_tokens, context_tokens),
         interval_tokens=interval_tokens,
         num_blocks_more=num_blocks_more,
+        num_draft_tokens=num_draft_tokens,
     )
     decoding = decode_pages(
-        layout, context_tokens=context_tokens, interval_tokens=interval_tokens, num_blocks_more=num_blocks_more
+        layout,
+        context_tokens=context_tokens,
+        interval_tokens=interval_tokens,
+        num_blocks_more=num_blocks_more,
+        num_draft_tokens=num_draft_tokens,
     )
     return tuple((num_requests - 1) * each + most for each, most in zip(decoding, busiest, strict=True))
 
 
 def decode_pages(
-    layout: KVLayout, *, context_tokens: int, interval_tokens: int, num_blocks_more: int = 1
+    layout: KVLayout,
+    *,
+    context_tokens: int,
+    interval_tokens: int,
+    num_blocks_more: int = 1,
+    num_draft_tokens: int = 0,
 ) -> tuple[int, ...]:
     """Most pages of each group that one request holds while it decodes up to `context_tokens` tokens."""
     return tuple(
@@ -47,6 +58,7 @@ def decode_pages(
             interval_tokens=interval_tokens,
             max_model_len=context_tokens,
             num_blocks_more=num_blocks_more,
+            num_draft_tokens=num_draft_tokens,
         )
         for group in layout.groups
     )
@@ -61,6 +73,7 @@ def num_requests_that_fit(
     interval_tokens: int,
     slab_quota: tuple[int, ...] | None = None,
     num_blocks_more: int = 1,
+    num_draft_tokens: int = 0,
 ) -> int:
     """Most requests of `context_tokens` tokens that run at once without preemption, none sharing a prefix.
 
@@ -75,6 +88,7 @@ def num_requests_that_fit(
             chunk_tokens=chunk_tokens,
             interval_tokens=interval_tokens,
             num_blocks_more=num_blocks_more,
+            num_draft_tokens=num_draft_tokens,
         )
         slabs = [ceil_div(count, group.pages_per_slab) for count, group in zip(pages, layout.groups, strict=True)]
         if slab_quota is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -23,8 +24,11 @@ def _require(condition: object, message: str) -> None:
         raise InvariantError(message)
 
 
-def check(manager: BlockManager) -> None:
+def check(manager: BlockManager, num_computed: Mapping[int, int] | None = None) -> None:
     """Raise InvariantError at the first contradiction.
+
+    num_computed: between two steps, how many tokens each row has computed, without drafts that were rejected; None: not
+    known. No row has entered a block in the tree that ends beyond that.
 
     Checked: every page is in exactly one of free / cached / owned; reference and hold counts equal what
     rows, planned copies and resume points name; planned copies go into pages of their rows; tree and tables agree
@@ -35,6 +39,12 @@ def check(manager: BlockManager) -> None:
     parts = manager.inspect()
     tree_nodes = set(parts.tree.nodes())
     refs, private = _walk_rows(parts, tree_nodes)
+    for row, position in (num_computed or {}).items():
+        end = int(parts.rows.num_committed[row]) * manager.layout.page_tokens
+        _require(
+            end <= max(position, parts.rows.replay_end.get(row, 0)),
+            f"row {row} has computed {position} tokens, but the tree has its blocks up to {end}",
+        )
     _check_step_pages(parts, manager.layout)
     _check_tree(parts, tree_nodes, refs)
     _check_pins(parts, manager.layout)

@@ -103,6 +103,7 @@ class MemoryOutlook:
                 chunk_tokens=page_tokens,
                 interval_tokens=settings.interval_tokens,
                 num_blocks_more=0,  # what requests leave for their ends goes when memory is wanted
+                num_draft_tokens=settings.num_draft_tokens,
             )
         )
         for group in self._tree.full_groups:

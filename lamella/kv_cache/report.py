@@ -27,12 +27,13 @@ def kv_cache_report(
     step_pages_bytes: int = 0,
     num_blocks_more: int = 1,
     pinned: Sequence[PinnedPrefix] = (),
+    num_draft_tokens: int = 0,
 ) -> str:
     """Tables of layers, groups and capacity, for an arena of `num_slabs` slabs (the null slab included) and step pages
     of `step_pages_bytes` behind them.
 
     slab_quota: slabs of each group's pool; None: elastic. context_lengths: tokens per request to give the capacity
-    for; None: powers of four from 1,024 below max_model_len, and max_model_len. num_blocks_more: see
+    for; None: powers of four from 1,024 below max_model_len, and max_model_len. num_blocks_more, num_draft_tokens: see
     KVCacheSpec.max_pages. pinned: prefixes that are never evicted.
     """
     contexts = default_context_lengths(max_model_len) if context_lengths is None else context_lengths
@@ -54,6 +55,7 @@ def kv_cache_report(
                 ),
                 interval_tokens,
                 num_blocks_more,
+                num_draft_tokens,
             ),
             *([_pinned_table(pinned)] if pinned else []),
         ]
@@ -177,11 +179,16 @@ def _capacity_table(
     chunk_tokens: int,
     interval_tokens: int,
     num_blocks_more: int,
+    num_draft_tokens: int,
 ) -> str:
     rows = []
     for context in contexts:
         pages = decode_pages(
-            layout, context_tokens=context, interval_tokens=interval_tokens, num_blocks_more=num_blocks_more
+            layout,
+            context_tokens=context,
+            interval_tokens=interval_tokens,
+            num_blocks_more=num_blocks_more,
+            num_draft_tokens=num_draft_tokens,
         )
         num_bytes = sum(count * group.page_bytes for count, group in zip(pages, layout.groups, strict=True))
         count = num_requests_that_fit(
@@ -192,6 +199,7 @@ def _capacity_table(
             interval_tokens=interval_tokens,
             slab_quota=slab_quota,
             num_blocks_more=num_blocks_more,
+            num_draft_tokens=num_draft_tokens,
         )
         rows.append([f"{context:,}", f"{count:,}", format_bytes(num_bytes), *(f"{count:,}" for count in pages)])
     header = ["context", "requests that fit", "KV of one", *(f"{group.name} pages" for group in layout.groups)]

@@ -17,6 +17,7 @@ class CacheSettings:
     skips_prompts: where all layers are windowed, leave out what no later token depends on.
     step_pages_bytes: size of the region behind the last slab (see `step_pages`).
     max_pinned_bytes: the most that pinned prefixes may keep; None: what leaves room for one request.
+    num_draft_tokens: the most tokens behind a row's last one that a step computes to verify them.
     """
 
     num_slabs: int
@@ -29,6 +30,7 @@ class CacheSettings:
     windowed_replay: bool
     skips_prompts: bool
     step_pages_bytes: int
+    num_draft_tokens: int
     max_pinned_bytes: int | None = None
 
     @property

@@ -24,10 +24,16 @@ class PoolSize(NamedTuple):
 
 
 def request_pages(
-    layout: KVLayout, *, max_model_len: int, chunk_tokens: int, interval_tokens: int, num_blocks_more: int = 1
+    layout: KVLayout,
+    *,
+    max_model_len: int,
+    chunk_tokens: int,
+    interval_tokens: int,
+    num_blocks_more: int = 1,
+    num_draft_tokens: int = 0,
 ) -> tuple[int, ...]:
-    """Most pages of each group that one request holds at once. num_blocks_more: see KVCacheSpec.max_pages; it means the
-    same in all functions below."""
+    """Most pages of each group that one request holds at once. num_blocks_more, num_draft_tokens: see
+    KVCacheSpec.max_pages; they mean the same in all functions below."""
     return tuple(
         group.spec.max_pages(
             page_tokens=layout.page_tokens,
@@ -35,13 +41,19 @@ def request_pages(
             chunk_tokens=chunk_tokens,
             interval_tokens=interval_tokens,
             num_blocks_more=num_blocks_more,
+            num_draft_tokens=num_draft_tokens,
         )
         for group in layout.groups
     )
 
 
 def decode_table_widths(
-    layout: KVLayout, *, max_model_len: int, interval_tokens: int, num_blocks_more: int = 1
+    layout: KVLayout,
+    *,
+    max_model_len: int,
+    interval_tokens: int,
+    num_blocks_more: int = 1,
+    num_draft_tokens: int = 0,
 ) -> tuple[int, ...]:
     """Most blocks of each group that the block table of a decoding request covers, from the first that it holds to the
     one of its newest token. In a windowed group that is one more than `max_decode_pages`, because the slide may come a
@@ -53,13 +65,20 @@ def decode_table_widths(
             max_model_len=max_model_len,
             interval_tokens=interval_tokens,
             num_blocks_more=num_blocks_more,
+            num_draft_tokens=num_draft_tokens,
         )
         widths.append(min(most + group.spec.is_windowed, ceil_div(max_model_len, layout.page_tokens)))
     return tuple(widths)
 
 
 def table_line_widths(
-    layout: KVLayout, *, max_model_len: int, chunk_tokens: int, interval_tokens: int, num_blocks_more: int = 1
+    layout: KVLayout,
+    *,
+    max_model_len: int,
+    chunk_tokens: int,
+    interval_tokens: int,
+    num_blocks_more: int = 1,
+    num_draft_tokens: int = 0,
 ) -> tuple[int, ...]:
     """Most blocks of each group that the block table of any request covers. A windowed group has the most while one
     chunk is in flight, the next one is planned, and the slide comes a step late. A full group covers all blocks of a
@@ -70,13 +89,20 @@ def table_line_widths(
         chunk_tokens=2 * chunk_tokens,
         interval_tokens=interval_tokens,
         num_blocks_more=num_blocks_more,
+        num_draft_tokens=num_draft_tokens,
     )
     whole = ceil_div(max_model_len, layout.page_tokens)
     return tuple(min(count + 1, whole) for count in most)
 
 
 def request_slabs(
-    layout: KVLayout, *, max_model_len: int, chunk_tokens: int, interval_tokens: int, num_blocks_more: int = 1
+    layout: KVLayout,
+    *,
+    max_model_len: int,
+    chunk_tokens: int,
+    interval_tokens: int,
+    num_blocks_more: int = 1,
+    num_draft_tokens: int = 0,
 ) -> int:
     """Number of slabs that always suffices for one request alone.
 
@@ -88,6 +114,7 @@ def request_slabs(
         chunk_tokens=chunk_tokens,
         interval_tokens=interval_tokens,
         num_blocks_more=num_blocks_more,
+        num_draft_tokens=num_draft_tokens,
     )
     return sum(
         ceil_div(count, group.pages_per_slab) + (group.spec.is_windowed and group.pages_per_slab > 1)
@@ -132,6 +159,7 @@ def size_pool(
     with_step_pages: bool = True,
     num_blocks_more: int = 1,
     set_aside_bytes: int = 0,
+    num_draft_tokens: int = 0,
 ) -> PoolSize:
     """Slabs and step pages for `memory_bytes`, checked against one request of `max_model_len` tokens.
 
@@ -149,6 +177,7 @@ def size_pool(
             chunk_tokens=chunk,
             interval_tokens=interval_tokens,
             num_blocks_more=num_blocks_more,
+            num_draft_tokens=num_draft_tokens,
         )
 
     def held(chunk: int, region: int) -> int:

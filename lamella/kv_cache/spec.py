@@ -77,6 +77,7 @@ class KVCacheSpec:
         chunk_tokens: int,
         interval_tokens: int,
         num_blocks_more: int = 1,
+        num_draft_tokens: int = 0,
     ) -> int:
         """Most pages one request can hold at once, exactly.
 
@@ -84,6 +85,7 @@ class KVCacheSpec:
         chunk_tokens: most prompt tokens computed in one step.
         interval_tokens: how many tokens leave the window before a slide during decode.
         num_blocks_more: 1 where one block below the window is held as well (see RetentionPolicy), else 0.
+        num_draft_tokens: most draft tokens that a step verifies behind a request's last token.
         """
         whole = ceil_div(max_model_len, page_tokens)
         return min(
@@ -94,6 +96,7 @@ class KVCacheSpec:
                     interval_tokens=interval_tokens,
                     max_model_len=max_model_len,
                     num_blocks_more=num_blocks_more,
+                    num_draft_tokens=num_draft_tokens,
                 ),
                 self.max_prefill_pages(
                     page_tokens=page_tokens,
@@ -105,18 +108,26 @@ class KVCacheSpec:
         )
 
     def max_decode_pages(
-        self, *, page_tokens: int, interval_tokens: int, max_model_len: int, num_blocks_more: int = 1
+        self,
+        *,
+        page_tokens: int,
+        interval_tokens: int,
+        max_model_len: int,
+        num_blocks_more: int = 1,
+        num_draft_tokens: int = 0,
     ) -> int:
-        """Most pages held while decoding, one token a step.
+        """Most pages held while decoding, one token a step and up to `num_draft_tokens` drafts behind it.
 
         The kept range starts at a page boundary that lags behind `first_needed` by less than
-        max(interval, page) tokens, and ends at the new token. So it has at most reach - 1 + max(interval, page) tokens.
+        max(interval, page) tokens, and ends at the new token or the last draft. So it has at most
+        reach - 1 + max(interval, page) + drafts tokens. Pages of drafts that were rejected are counted: they stay for
+        the tokens that come in their place, and a row takes more only after it has slid by what was accepted.
         With `num_blocks_more`, the same rule is applied to the position one page earlier, which adds one page.
         """
         whole = ceil_div(max_model_len, page_tokens)
         if self.reach_tokens is None:
             return whole
-        held_tokens = self.reach_tokens - 1 + max(interval_tokens, page_tokens)
+        held_tokens = self.reach_tokens - 1 + max(interval_tokens, page_tokens) + num_draft_tokens
         return min(whole, ceil_div(held_tokens, page_tokens) + num_blocks_more)
 
     def max_prefill_pages(

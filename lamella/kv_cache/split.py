@@ -76,6 +76,7 @@ def split_pools(
     max_num_seqs: int,
     enable_prefix_caching: bool,
     num_blocks_more: int | None = None,
+    num_draft_tokens: int = 0,
 ) -> SplitPools:
     """Pools of whole slabs for `memory_bytes`, checked against one request of `max_model_len` tokens.
 
@@ -84,7 +85,7 @@ def split_pools(
     on), and full attention gets the rest. A ratio that is given is kept, whatever its value.
     max_model_len None: the longest that fits, up to longest_model_len.
     chunk_tokens, interval_tokens: reduced to what the windowed pools hold, to one page at the least.
-    num_blocks_more: see KVCacheSpec.max_pages; None: 1 with prefix caching, 0 without.
+    num_blocks_more, num_draft_tokens: see KVCacheSpec.max_pages; num_blocks_more None: 1 with prefix caching, else 0.
     Raises ConfigError when a ratio is given and there is nothing to divide. Raises CapacityError, which says what would
     do, when a windowed pool has no more tokens than window + page, or a pool is smaller than what one request needs
     with a chunk and an interval of one page.
@@ -111,6 +112,7 @@ def split_pools(
                 chunk_tokens=chunk_tokens,
                 interval_tokens=interval_tokens,
                 num_blocks_more=num_blocks_more,
+                num_draft_tokens=num_draft_tokens,
             )
             return _capped_quota(layout, num_slabs, most_pages)
         return _ratio_quota(layout, num_slabs, DEFAULT_RATIO if of_ratio is None else of_ratio)
@@ -122,6 +124,7 @@ def split_pools(
             chunk_tokens=smallest_chunk,
             interval_tokens=smallest_interval,
             num_blocks_more=num_blocks_more,
+            num_draft_tokens=num_draft_tokens,
         )
 
     def suffices(quota: tuple[int, ...], length: int) -> bool:
@@ -156,7 +159,8 @@ def split_pools(
             chunk_tokens, lambda chunk: _chunk_fits(layout, pool_pages, chunk, length, num_blocks_more)
         ),
         interval_tokens=_largest(
-            interval_tokens, lambda lag: _interval_fits(layout, pool_pages, lag, length, num_blocks_more)
+            interval_tokens,
+            lambda lag: _interval_fits(layout, pool_pages, lag, length, num_blocks_more, num_draft_tokens),
         ),
         max_model_len=length,
         rule=rule,
@@ -259,7 +263,12 @@ def _chunk_fits(layout: KVLayout, pool_pages: list[int], chunk_tokens: int, leng
 
 
 def _interval_fits(
-    layout: KVLayout, pool_pages: list[int], interval_tokens: int, length: int, num_blocks_more: int
+    layout: KVLayout,
+    pool_pages: list[int],
+    interval_tokens: int,
+    length: int,
+    num_blocks_more: int,
+    num_draft_tokens: int,
 ) -> bool:
     return all(
         group.spec.max_decode_pages(
@@ -267,6 +276,7 @@ def _interval_fits(
             interval_tokens=interval_tokens,
             max_model_len=length,
             num_blocks_more=num_blocks_more,
+            num_draft_tokens=num_draft_tokens,
         )
         <= pages
         for group, pages in zip(layout.groups, pool_pages, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lamella.argument_checks import MOST_TOKENS, WholeRange
+from lamella.argument_checks import MOST_DRAFT_TOKENS, MOST_TOKENS, WholeRange
 from lamella.errors import CapacityError, ConfigError
 from lamella.kv_cache.capacity import num_requests_that_fit
 from lamella.kv_cache.layout import KVLayout
@@ -28,6 +28,7 @@ _RANGES = {
     "chunk_tokens": WholeRange(1, 2**24),
     "interval_tokens": WholeRange(1, MOST_TOKENS),
     "mean_tokens": WholeRange(1, MOST_TOKENS // 4),
+    "num_draft_tokens": WholeRange(0, MOST_DRAFT_TOKENS),
 }
 SMALL_PARTS = (0.25, 0.5, 1.0)  # of the smallest usable ratio, for what is lost below it
 RATIOS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
@@ -38,7 +39,8 @@ class PlanOptions:
     """memory_bytes: of the KV arena, weights not counted. context_tokens: prompt + output of one request.
     chunk_tokens: most prompt tokens computed in one step. interval_tokens: None: one page. ratios: fixed pools to
     compare with; None: the model's default ratio, or RATIOS, where the model has both kinds of layers. mean_tokens: of
-    requests on average; None: all have context_tokens."""
+    requests on average; None: all have context_tokens. num_draft_tokens: most drafts that a step verifies of a
+    request."""
 
     memory_bytes: int
     context_tokens: int
@@ -47,6 +49,7 @@ class PlanOptions:
     interval_tokens: int | None = None
     ratios: tuple[float, ...] | None = None
     mean_tokens: int | None = None
+    num_draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():
@@ -214,6 +217,7 @@ def plan_memory(model: str, layers: LayerSpecs, options: PlanOptions) -> MemoryP
             chunk_tokens=pool.chunk_tokens,
             interval_tokens=_interval(options),
             step_pages_bytes=pool.step_pages_bytes,
+            num_draft_tokens=options.num_draft_tokens,
         ),
         outcomes=outcomes(options.context_tokens),
         smallest_ratio=least,
@@ -255,6 +259,7 @@ def _size(layout: KVLayout, options: PlanOptions, context_tokens: int) -> PoolSi
         longest_model_len=context_tokens,
         chunk_tokens=options.chunk_tokens,
         interval_tokens=_interval(options),
+        num_draft_tokens=options.num_draft_tokens,
     )
 
 
@@ -269,6 +274,7 @@ def _elastic(system: str, layout: KVLayout, options: PlanOptions, context_tokens
         context_tokens=context_tokens,
         chunk_tokens=held_chunk_tokens(layout, chunk_tokens=pool.chunk_tokens, step_pages_bytes=pool.step_pages_bytes),
         interval_tokens=_interval(options),
+        num_draft_tokens=options.num_draft_tokens,
     )
     return Outcome(system=system, num_requests=num_requests, chunk_tokens=pool.chunk_tokens)
 
@@ -286,6 +292,7 @@ def _split(layout: KVLayout, ratio: float, options: PlanOptions, context_tokens:
             interval_tokens=_interval(options),
             max_num_seqs=1,  # without effect where a ratio is given
             enable_prefix_caching=True,
+            num_draft_tokens=options.num_draft_tokens,
         )
     except CapacityError as error:
         return Outcome(system=system, num_requests=0, chunk_tokens=0, refusal=str(error))
@@ -296,6 +303,7 @@ def _split(layout: KVLayout, ratio: float, options: PlanOptions, context_tokens:
         chunk_tokens=pools.chunk_tokens,
         interval_tokens=pools.interval_tokens,
         slab_quota=pools.slab_quota,
+        num_draft_tokens=options.num_draft_tokens,
     )
     return Outcome(system=system, num_requests=num_requests, chunk_tokens=pools.chunk_tokens)
 

@@ -90,7 +90,7 @@ def test_an_argument_that_asks_for_something_is_never_a_typing_error(name):
         ({"tensor_parallel_size": True}, "start an engine on each"),
         ({"trust_remote_code": True}, "local paths"),
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens"),
-        ({"speculative_config": {"method": "ngram"}}, "no speculative decoding"),
+        ({"speculative_model": "small"}, "no draft models"),
         ({"num_gpu_blocks_override": 100}, "kv_cache_memory_bytes"),
         ({"lora_target_modules": ["q_proj"]}, "as PEFT saves them"),
         ({"swap_space": 16}, "computed again"),

@@ -7,6 +7,7 @@ import numpy as np
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduling.request import Request
 from lamella.engine.scheduling.scheduler import Scheduler
+from lamella.engine.scheduling.speculation.drafter import Drafter
 from lamella.kv_cache import invariants
 from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.layout import build_layout
@@ -54,6 +55,7 @@ class Simulation:
     step_tokens: prompt tokens of a step for which there are step pages, beyond that.
     never_idle: use step pages wherever there are any, however much memory is free.
     kv_sharing: see build_layout.
+    drafter: None: there is no speculation.
     retention: None: "tails" without spare pages, for what idle memory still has would hide what is kept on purpose.
     """
 
@@ -78,16 +80,19 @@ class Simulation:
         never_idle: bool = False,
         kv_sharing: dict[int, int] | None = None,
         max_pinned_bytes: int | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         layout = build_layout(specs, page_tokens=page_tokens, kv_sharing=kv_sharing)
         interval = interval_tokens or page_tokens
+        num_draft_tokens = 0 if drafter is None else drafter.settings.num_draft_tokens
         smallest = request_slabs(
-            layout, max_model_len=max_model_len, chunk_tokens=min(page_tokens, chunk_tokens), interval_tokens=interval
-        )
+            layout, max_model_len=max_model_len, chunk_tokens=min(page_tokens, chunk_tokens), interval_tokens=interval,
+            num_draft_tokens=num_draft_tokens,
+        )  # fmt: skip
         pool = size_pool(
             layout, memory_bytes=(1 + smallest + extra_slabs) * layout.slab_bytes, max_model_len=max_model_len,
             longest_model_len=max_model_len, chunk_tokens=chunk_tokens, interval_tokens=interval,
-            with_step_pages=False,
+            with_step_pages=False, num_draft_tokens=num_draft_tokens,
         )  # fmt: skip
         self.manager = BlockManager(
             layout, num_slabs=pool.num_slabs, num_rows=max_num_seqs, max_model_len=max_model_len,
@@ -96,13 +101,14 @@ class Simulation:
             step_pages_bytes=region_bytes(layout, step_tokens),
             retention=RetentionPolicy(spare=False) if retention is None else retention,
             max_pinned_bytes=max_pinned_bytes,
+            num_draft_tokens=num_draft_tokens,
         )  # fmt: skip
         if never_idle:
             self.manager.inspect().supply.idle_bytes = lambda: 0
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max(chunk_tokens, max_num_seqs),
             max_model_len=max_model_len, chunk_tokens=max(pool.chunk_tokens, min(chunk_tokens, step_tokens)),
-            scheduling_policy=scheduling_policy,
+            scheduling_policy=scheduling_policy, drafter=drafter,
         )  # fmt: skip
         self.executor = FakeExecutor(layout, [kind_of(group.spec) for group in layout.groups], pool.num_slabs)
         self.max_model_len = max_model_len
@@ -142,9 +148,12 @@ class Simulation:
             self.scheduler.roll_back()
         else:
             contexts = []
-            for row in self.scheduler.scheduled_rows.tolist():
-                request = self.scheduler.rows.request(row)
-                tokens = self.scheduler.rows.tokens[row, : self.scheduler.rows.num_tokens[row]].tolist()
+            rows = self.scheduler.rows
+            for index, row in enumerate(self.scheduler.scheduled_rows.tolist()):
+                request = rows.request(row)
+                # Drafts stand behind the tokens that are known.
+                num_tokens = max(int(rows.num_tokens[row]), int(plan.seq_lens[index]))
+                tokens = rows.tokens[row, :num_tokens].tolist()
                 contexts.append((request.salt, tokens))
             for new in self.scheduler.update(self.spoil(self.executor.execute(plan, contexts))).each():
                 self.outputs[new.request.request_id].append(new.token_id)

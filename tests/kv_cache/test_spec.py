@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,35 @@ def test_decode_bound_holds_for_every_length(spec, page_tokens, interval, more):
         most = max(most, position // page_tokens - kept_from // page_tokens + 1)
     assert most <= bound
     if not isinstance(spec, FullAttentionSpec) and isinstance(spec, SlidingWindowSpec) and interval <= page_tokens:
+        assert most == bound, "the bound is attained, so it is no larger than it must be"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("page_tokens", [1, 3, 4])
+@pytest.mark.parametrize("interval", [1, 6])
+@pytest.mark.parametrize("drafts", [0, 1, 5])
+def test_decode_bound_holds_whatever_drafts_are_accepted(spec, page_tokens, interval, drafts):
+    """A row slides by what was accepted, takes pages up to its last draft, and keeps those of rejected ones."""
+    length = 400
+    bound = spec.max_decode_pages(
+        page_tokens=page_tokens, interval_tokens=interval, max_model_len=length, num_blocks_more=0,
+        num_draft_tokens=drafts,
+    )  # fmt: skip
+    draw = random.Random(drafts)
+    most = 0
+    for _ in range(20):
+        position, kept_from, end = 0, 0, 0  # tokens; the last two are page boundaries
+        while position < length - drafts:
+            drafted = draw.randint(0, drafts)
+            if position + 1 + drafted > end:  # there is no page for the last draft: slide if due, then take pages
+                first = spec.first_needed(position)
+                if first - kept_from >= max(interval, page_tokens):
+                    kept_from = first // page_tokens * page_tokens
+                end = -(-(position + 1 + drafted) // page_tokens) * page_tokens
+                most = max(most, (end - kept_from) // page_tokens)
+            position += 1 + draw.randint(0, drafted)
+    assert most <= bound
+    if isinstance(spec, SlidingWindowSpec) and interval <= page_tokens:
         assert most == bound, "the bound is attained, so it is no larger than it must be"
 
 

@@ -40,6 +40,21 @@ def test_flags_reach_the_plan():
     assert [line[0] for line in cells] == ["r=0.3"]
 
 
+def test_drafts_take_room_in_the_windows():
+    """W - 1 + P + k = 511 + 16 + 24 tokens are 35 pages, and there is one more; without drafts it is 33 and one."""
+    found = []
+    for flags in ((), ("--num-speculative-tokens", "24")):
+        result = run("--model", "gemma-3-270m", "--dtype", "float32", *flags)
+        assert result.exit_code == 0, result.output
+        row = next(line for line in lines_of(result.stdout) if line and line[0] == "32,768")
+        found.append((int(row[1].replace(",", "")), row[-2]))
+    assert [pages for _, pages in found] == ["34", "36"]
+    assert found[1][0] < found[0][0], "fewer requests fit"
+    refused = run("--model", "gemma-3-270m", "--num-speculative-tokens", "1000")
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("Error: --num-speculative-tokens=1000 is out of range; give a whole number from 0")
+
+
 def test_what_cannot_be_planned_is_one_line():
     result = run("--model", "mimo-v2-flash", "--memory", "1MiB")
     assert result.exit_code == 2

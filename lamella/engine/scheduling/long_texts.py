@@ -38,6 +38,11 @@ class LongTexts:
             return []
         return [row for row in running if num_tokens[row] > limit and not rows.request(row).is_long]
 
+    def num_short_tokens(self, rows: RequestRows, row: int) -> int | None:
+        """How many tokens the row may have, drafts included, before what it computes is a long text's; None: any
+        number."""
+        return None if rows.request(row).is_long else self._short_text_tokens
+
     def flags(self, rows: RequestRows, scheduled: np.ndarray) -> np.ndarray | None:
         """bool [R], which of the scheduled rows are long texts; None: none are."""
         if self._short_text_tokens is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,15 +19,17 @@ logger = logging.getLogger(__name__)
 
 
 class NewToken(NamedTuple):
-    """One token that a step gave a request. The request's finish_reason says whether it was the last."""
+    """One token that a step gave a request. is_last: the step gave it no more. Then the request's finish_reason says
+    whether it was its last one."""
 
     request: Request
     token_id: int
+    is_last: bool = True
 
 
 class NewTokens(NamedTuple):
-    """All tokens of a step, as columns; `each` goes through them one by one. ended: the requests that got their
-    last token. failed: those that got none and ended with an error."""
+    """All tokens of a step, as columns, those of a request in their order; `each` goes through them one by one. ended:
+    the requests that got their last token. failed: those that got none, or no more, and ended with an error."""
 
     requests: list[Request]
     token_ids: list[int]
@@ -33,19 +37,29 @@ class NewTokens(NamedTuple):
     failed: list[Request]
 
     def each(self) -> Iterator[NewToken]:
-        return map(NewToken, self.requests, self.token_ids)
+        behind = itertools.islice(self.requests, 1, None)
+        is_last = map(operator.is_not, self.requests, itertools.chain(behind, [None]))
+        return map(NewToken, self.requests, self.token_ids, is_last)
 
 
-def append_tokens(rows: RequestRows, sampled_rows: np.ndarray, result: StepResult) -> NewTokens:
+def append_tokens(
+    rows: RequestRows, sampled_rows: np.ndarray, result: StepResult, offsets: np.ndarray | None = None
+) -> NewTokens:
     """Give each row (int64 [S]) its token. Only requests to which more happens are handled one by one: a first token,
-    log-probabilities, an end. Requests for which no token could be chosen end with an error."""
+    log-probabilities, an end. Requests for which no token could be chosen end with an error.
+
+    offsets: int64 [S], how many tokens before this one the step gives its row, which follow each other. None: it gives
+    each row one. No token comes behind one that ends its request."""
     failed = []
     if result.unusable:
         failed = [_fail(rows, int(sampled_rows[index]), problem) for index, problem in result.unusable.items()]
         usable = np.delete(np.arange(len(sampled_rows)), list(result.unusable))
         sampled_rows, result = sampled_rows[usable], result.part(usable)
+        offsets = None if offsets is None else offsets[usable]
     token_ids = result.token_ids
     num_tokens = rows.num_tokens[sampled_rows]
+    if offsets is not None:
+        num_tokens += offsets
     rows.tokens[sampled_rows, num_tokens] = token_ids
     requests = rows.requests_in(sampled_rows)
     ids = token_ids.tolist()
@@ -54,7 +68,7 @@ def append_tokens(rows: RequestRows, sampled_rows: np.ndarray, result: StepResul
     for index in (num_tokens == rows.num_prompt_tokens[sampled_rows]).nonzero()[0].tolist():
         requests[index].first_token_time = time.monotonic()
     num_tokens += 1
-    rows.num_tokens[sampled_rows] = num_tokens
+    rows.num_tokens[sampled_rows] = num_tokens  # of several in a row the last one counts
     at_limit = num_tokens >= rows.max_total_tokens[sampled_rows]
     may_end = at_limit | np.isin(token_ids, rows.end_token_ids) if len(rows.end_token_ids) else at_limit
     ended = []

@@ -60,6 +60,8 @@ class Request:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     is_long: bool = False  # see LongTexts
+    num_draft_tokens: int = 0  # that were verified for it
+    num_accepted_tokens: int = 0  # of these, those that it got
 
     @property
     def is_finished(self) -> bool:

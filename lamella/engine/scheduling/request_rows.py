@@ -202,11 +202,14 @@ class RequestRows:
         return self._of(rows).requests
 
     def sampling_batch(self, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> SamplingBatch:
-        """How to sample the next token of each of `rows` (int64 [S]). Steps share its arrays: they must not be written.
+        """How to sample a token for each of `rows` (int64 [S], those of a row next to each other). Steps share its
+        arrays: they must not be written.
 
-        num_tokens: int64 [num_rows], how many tokens each row will have before that draw; None: those known now."""
+        num_tokens: int64 [S], how many tokens of the row come before that draw, the first ones of `tokens[row]`; None:
+        those known now."""
         sampled = self._of(rows)
-        draw_index = (self.num_tokens if num_tokens is None else num_tokens)[rows] - sampled.num_prompt_tokens
+        num_before = self.num_tokens[rows] if num_tokens is None else num_tokens
+        draw_index = num_before - sampled.num_prompt_tokens
         banned: dict[int, tuple[int, ...]] = {}
         if sampled.has_min_tokens:
             for index in (draw_index < self.min_tokens[rows]).nonzero()[0].tolist():
@@ -217,8 +220,7 @@ class RequestRows:
         for index, row in enumerate(rows.tolist()):
             rules = self._rules.get(row)
             if rules is not None:
-                num_before = sampled.num_prompt_tokens[index] + draw_index[index]
-                rules.add_to(edits, index, self.tokens[row, :num_before])
+                rules.add_to(edits, index, self.tokens[row, : num_before[index]])
         return sampled.sampling(
             draw_index=draw_index,
             banned_token_ids=edits.banned_token_ids,

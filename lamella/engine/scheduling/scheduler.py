@@ -6,6 +6,10 @@
 
 The oldest running request is never preempted for another, so there is always progress.
 
+A row that decodes may compute drafts behind its last token, guesses at what comes next: the step verifies them
+(`verification`), and the row gets all that were right. They take room that is left when everything else is planned, and
+nobody is preempted for them (docs/speculation.md).
+
 A step can be planned *ahead*, while the one before it runs. Such a plan takes only memory that is free or cached. Where
 that is not enough, because pages must be moved, copied or taken from a request, or tokens replayed, planning waits
 until no step is in flight (docs/async_scheduling.md).
@@ -27,8 +31,10 @@ from lamella.engine.scheduling.planned_steps import PlannedStep, Reached
 from lamella.engine.scheduling.preemption import choose_victim
 from lamella.engine.scheduling.request import NO_ADAPTER, NO_ROW, Request
 from lamella.engine.scheduling.request_rows import RequestRows
-from lamella.engine.scheduling.scheduler_counters import AdmissionCounters, SchedulerCounters
+from lamella.engine.scheduling.scheduler_counters import AdmissionCounters, DraftCounters, SchedulerCounters
+from lamella.engine.scheduling.speculation.drafter import Drafter
 from lamella.engine.scheduling.step_builder import build_step_plan
+from lamella.engine.scheduling.verification import verify
 from lamella.engine.scheduling.waiting_queue import WaitingQueue
 from lamella.errors import InvariantError
 from lamella.kv_cache.block_manager import BlockManager
@@ -43,6 +49,7 @@ class Scheduler:
     """chunk_tokens: the largest prefill chunk that the KV memory was sized for.
     scheduling_policy: the order of the waiting queue, see WaitingQueue. short_text_tokens: see LongTexts. max_loras:
     most different adapters among running requests; None: as many as they have.
+    drafter: what guesses tokens; None: there is no speculation. With one, no step is planned ahead.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class Scheduler:
         scheduling_policy: str = "fcfs",
         short_text_tokens: int | None = None,
         max_loras: int | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.manager = manager
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -67,6 +75,8 @@ class Scheduler:
         self._long_texts = LongTexts(short_text_tokens)
         self._max_loras = max_loras
         self._one_each = np.ones(max_num_seqs, dtype=np.int64)
+        self.drafter = drafter
+        self._drafts = DraftCounters.none(drafter.settings.num_draft_tokens if drafter is not None else 0)
         self._num_generated_tokens = self._num_steps = self._num_preemptions = 0
         self._admissions = AdmissionCounters()
         self._begin_empty()
@@ -83,6 +93,9 @@ class Scheduler:
         self._must_wait = False  # the next plan cannot be made before the planned steps are processed
         self._starts_anew: Request | None = None  # what it finds is pinned and was in its way: it starts without
         self._restarted: Request | None = None  # the request that had to start anew, alone in an empty arena
+        self._planned_time = 0.0  # when the last step began to be planned
+        if self.drafter is not None:
+            self.drafter.clear()
 
     # What the engine calls
 
@@ -109,14 +122,30 @@ class Scheduler:
             self._admissions.hits,
         )
 
-    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a request, whether it runs or waits. Its pages become cache or are freed once no step in flight uses
-        them."""
+    def num_computed(self) -> dict[int, int]:
+        """Row -> how many tokens processed steps have computed of it, for the rows that run."""
+        return {row: self.rows.num_computed_at[row] for row in self.running}
+
+    def draft_counters(self) -> DraftCounters:
+        return self._drafts
+
+    def finish(
+        self, request: Request, reason: str, stop_reason: int | str | None = None, *, num_dropped_tokens: int = 0
+    ) -> None:
+        """End a request, whether it runs, waits or has just ended. Its pages become cache or are freed once no step in
+        flight uses them.
+
+        num_dropped_tokens: how many of its last tokens it is not given after all, because it ended before them. What
+        was computed of them stays, for it is right."""
         request.finish_reason, request.stop_reason = reason, stop_reason
+        self._num_generated_tokens -= num_dropped_tokens
         if request.row >= 0:
+            self.rows.num_tokens[request.row] -= num_dropped_tokens
             self._leave_row(request.row)
         else:
             self.queue.discard(request)
+            if self.drafter is not None:
+                self.drafter.forget(request)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step and reserve its memory. Returns None when nothing can run, or nothing before the step in
@@ -126,6 +155,7 @@ class Scheduler:
         in_flight = self._planned[-1] if self._planned else None
         if in_flight is not None and not self._can_plan_ahead():
             return None
+        self._planned_time = time.perf_counter()
         if not self.manager.begin_step(is_ahead=in_flight is not None):
             return None
         self._must_wait = False
@@ -155,16 +185,22 @@ class Scheduler:
             return None
         if self._admitted and in_flight is not None:  # `reached` does not know these rows yet
             reached = Reached.after(self.rows, in_flight)
+        num_drafts = None if self.drafter is None else self._add_drafts(self.drafter)
         is_long_text = self._long_texts.flags(self.rows, self._scheduled)
-        plan = build_step_plan(self.rows, self.manager, self._scheduled, self._num_new, reached, is_long_text)
+        plan = build_step_plan(
+            self.rows, self.manager, self._scheduled, self._num_new, reached, is_long_text, num_drafts
+        )
         sampled_rows = self._scheduled.repeat(plan.num_sampled)
-        admitted = frozenset(self._admitted)
-        self._planned.append(PlannedStep(self._scheduled, self._num_new, sampled_rows, admitted, plan.scored))
+        self._planned.append(
+            PlannedStep(
+                self._scheduled, self._num_new, sampled_rows, frozenset(self._admitted), plan.scored, num_drafts
+            )
+        )
         return plan
 
     def update(self, result: StepResult) -> NewTokens:
-        """Take in what the oldest planned step computed: move positions on, enter complete blocks in the prefix tree,
-        append sampled tokens and end requests."""
+        """Take in what the oldest planned step computed: move positions on by what was accepted, enter complete blocks
+        in the prefix tree, append sampled tokens and end requests."""
         rows, manager = self.rows, self.manager
         step = self._planned.popleft()
         if step.scored is not None:
@@ -175,20 +211,29 @@ class Scheduler:
             for row in [row for row in self._leaving if not self._is_in_flight(row)]:
                 self._leaving.remove(row)
                 self._vacate(row, keep=row not in step.admitted)
-        scheduled = step.rows
-        computed = rows.num_computed[scheduled] + step.num_new
+        scheduled, num_new, sampled_rows, offsets = step.rows, step.num_new, step.sampled_rows, None
+        if step.num_drafts is not None:
+            verified = verify(rows, step, result)
+            self._drafts = self._drafts.add(verified.num_drafts, verified.num_accepted)
+            num_new = num_new - verified.num_rejected
+            offsets = verified.offsets
+            sampled_rows, result = sampled_rows[verified.samples], result.part(verified.samples)
+        computed = rows.num_computed[scheduled] + num_new
         rows.num_computed[scheduled] = computed
         self._num_steps += 1
         ends_prompt = computed == rows.num_prompt_tokens[scheduled]
         manager.commit(scheduled, rows.tokens, computed, ends_prompt=ends_prompt)
-        is_chunk = step.num_new > 1
+        is_chunk = step.num_new > 1 if step.num_drafts is None else step.num_new - step.num_drafts > 1
         if np.count_nonzero(is_chunk):
             rows_of_chunks, reached = scheduled[is_chunk], computed[is_chunk]
             num_tokens = rows.num_tokens[rows_of_chunks]
             ends = np.where(reached < num_tokens, num_tokens, 0)
             manager.slide(rows_of_chunks.tolist(), reached.tolist(), ends.tolist())
-        new_tokens = append_tokens(rows, step.sampled_rows, result)
+        new_tokens = append_tokens(rows, sampled_rows, result, offsets)
         self._num_generated_tokens += len(new_tokens.token_ids)
+        if self.drafter is not None:
+            num_tokens = int(step.num_new.sum())
+            self.drafter.costs.note(num_tokens, time.perf_counter() - self._planned_time)
         for request in (*new_tokens.ended, *new_tokens.failed):
             self._leave_row(request.row)
         return new_tokens
@@ -257,7 +302,7 @@ class Scheduler:
         is planned step by step, because only then does the sizing of the arena guarantee it room."""
         if self._restarted is not None and self._restarted.is_finished:
             self._restarted = None
-        return not (self._must_wait or self._restarted or self.rows.reads_tokens)
+        return not (self._must_wait or self._restarted or self.rows.reads_tokens or self.drafter is not None)
 
     def _begin_outgrown_anew(self, reached: Reached) -> bool:
         """Send requests that have become long texts back to the queue, to begin anew. Returns False where that must
@@ -357,6 +402,54 @@ class Scheduler:
             if victim == row:
                 return 0
 
+    def _add_drafts(self, drafter: Drafter) -> np.ndarray | None:
+        """Let rows of the step in preparation verify drafts as well, as far as that pays and there is room. Changes
+        `_scheduled` and `_num_new`. Returns how many each row has, int64 [R], None where none has any."""
+        rows, scheduled = self.rows, self._scheduled
+        num_computed, num_known = rows.num_computed[scheduled], rows.num_tokens[scheduled]
+        # A row whose prompt is not complete ends it in this step, to be kept as a place to resume.
+        decodes = (num_known - num_computed == 1) & (num_computed >= rows.num_prompt_tokens[scheduled])
+        decodes &= self._num_new == 1
+        # The token behind the last draft is the last that the request may have.
+        room = dict(
+            zip(
+                scheduled[decodes].tolist(),
+                (rows.max_total_tokens[scheduled] - num_known - 1)[decodes].tolist(),
+                strict=True,
+            )
+        )
+        for row in room:
+            most_tokens = self._long_texts.num_short_tokens(rows, row)
+            if most_tokens is not None:
+                room[row] = min(room[row], most_tokens - rows.num_tokens_at[row])
+        num_tokens = int(self._num_new.sum())
+        drafts = drafter.drafts(rows, room, num_tokens, self.max_num_batched_tokens - num_tokens)
+        granted = {}
+        for row, token_ids in drafts.items():
+            num_drafts = self._grow_for_drafts(row, len(token_ids))
+            if num_drafts:
+                granted[row] = num_drafts
+                start = rows.num_tokens_at[row]
+                rows.tokens[row, start : start + num_drafts] = token_ids[:num_drafts]
+        if not granted:
+            return None
+        drafts_each = np.array([granted.get(row, 0) for row in scheduled.tolist()], dtype=np.int64)
+        num_new = self._num_new + drafts_each
+        order = np.argsort(num_new > 1, kind="stable")
+        self._scheduled, self._num_new = scheduled[order], num_new[order]
+        num_drafts_each: np.ndarray = drafts_each[order]
+        return num_drafts_each
+
+    def _grow_for_drafts(self, row: int, most: int) -> int:
+        """Room for how many of `most` drafts behind the row's last token, without anyone being preempted."""
+        rows = self.rows
+        num_computed = rows.num_computed_at[row]
+        if num_computed + 1 + most > rows.due_at[row]:
+            if not self.manager.grow(row, num_computed, 1 + most, is_prefill=False):
+                return max(0, min(most, rows.due_at[row] - num_computed - 1))
+            rows.due_at[row] = self.manager.next_due(row)
+        return most
+
     def _slide_running(self) -> bool:
         """Take pages that have left their windows from all running rows, without waiting for the eviction interval to
         be full. Returns whether there were any."""
@@ -399,7 +492,10 @@ class Scheduler:
     def _vacate(self, row: int, *, keep: bool = True) -> None:
         rows = self.rows
         self.manager.release(row, rows.tokens[row], int(rows.num_computed[row]), keep=keep)
-        self._admission.note_finished(rows.take(row))
+        request = rows.take(row)
+        self._admission.note_finished(request)
+        if self.drafter is not None:
+            self.drafter.forget(request)
 
     # Admission
 

@@ -53,6 +53,17 @@ def test_rows_that_outgrow_the_length():
     assert texts.flags(rows, np.array([1])) is None
 
 
+def test_drafts_of_a_short_text_stay_within_the_length():
+    rows, texts = RequestRows(2, 64), LongTexts(8)
+    for num_tokens in (7, 20):
+        request = request_of(num_tokens)
+        texts.mark(request)
+        rows.put(request, 0)
+    assert texts.num_short_tokens(rows, 0) == 8
+    assert texts.num_short_tokens(rows, 1) is None
+    assert LongTexts(None).num_short_tokens(rows, 0) is None
+
+
 def test_models_with_one_embedding_have_no_long_texts():
     texts = LongTexts(None)
     request = request_of(10_000)

@@ -1,0 +1,1 @@
+"""What the benchmark of speculation sends, and how it measures."""
