@@ -549,8 +549,10 @@ class Engine:
         parsed = self.parse(prompt, SamplingParams())
         salt = parsed.cache_salt
         if cache_salt is not None:
-            if not isinstance(cache_salt, str) or not cache_salt:
-                raise RequestError(f"cache_salt={shown(cache_salt)}: must be a string that is not empty")
+            if not isinstance(cache_salt, str) or not cache_salt or "\0" in cache_salt:
+                raise RequestError(
+                    f"cache_salt={shown(cache_salt)}: must be a string that is not empty and holds no null character"
+                )
             if salt not in (None, cache_salt):
                 raise RequestError(
                     f"cache_salt={shown(cache_salt)}, and the prompt has {shown(salt)}: give one of them"

@@ -73,8 +73,8 @@ class Drafter:
 
 
 def _possible(rows: RequestRows, row: int, token_ids: list[int]) -> list[int]:
-    """The first of these drafts, as many as may come in this order: none that ends the request, for nothing comes behind
-    it, and none that its grammar does not allow."""
+    """The first of these drafts, as many as may come in this order: none that ends the request, for nothing comes
+    behind it, and none that its grammar does not allow."""
     request = rows.request(row)
     end_ids = request.eos_token_ids | request.stop_token_ids
     num_possible = next((index for index, token_id in enumerate(token_ids) if token_id in end_ids), len(token_ids))
