@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -43,7 +44,9 @@ def test_engine_arguments_are_taken_at_vllms_defaults(name, value):
     else:
         config = EngineConfig("m", **{name: value})
         assert config.model == "m"
-        if name not in ("prefix_cache_retention_interval", "gpu_memory_utilization"):
+        if name in ("max_loras", "max_lora_rank"):  # bounds that lamella has not unless they are given
+            assert config == dataclasses.replace(EngineConfig("m"), **{name: value})
+        elif name not in ("prefix_cache_retention_interval", "gpu_memory_utilization"):
             assert config == EngineConfig("m"), "a default of vLLM's that means the same leaves lamella's"
 
 

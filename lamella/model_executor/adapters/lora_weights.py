@@ -101,7 +101,7 @@ def read_lora(path: Path, model: Model, weights: WeightMap, *, most_rank: int | 
             f"{file}: none of its {len(modules)} modules is one that prompts of text pass; give an adapter of the text "
             "model"
         )
-    _check_complete(config, places, taken, modules[0].name)
+    _check_complete(config, places, taken)
     updates = {name: _update(file, pieces) for name, pieces in sorted(taken.items())}
     return LoraWeights(updates, rank, _digest(updates), len(modules) - num_left_out, num_left_out)
 
@@ -226,11 +226,9 @@ def _update(file: Path, pieces: list[_Piece]) -> LowRankUpdate:
     return LowRankUpdate(torch.cat(downs), tuple(ups))
 
 
-def _check_complete(
-    config: LoraConfig, places: ModulePlaces, taken: Mapping[str, list[_Piece]], some_module: str
-) -> None:
+def _check_complete(config: LoraConfig, places: ModulePlaces, taken: Mapping[str, list[_Piece]]) -> None:
     """Every module that the config names must be there: PEFT would run without what a cut file lacks."""
-    prefix = some_module.partition("layers.")[0]
+    prefix = next(iter(taken.values()))[0].module.partition("layers.")[0]
     covered = {(name, start) for name, pieces in taken.items() for piece in pieces for start in _starts(piece.place)}
     lacking = []
     for stored_names, its_places in places.known():
