@@ -27,8 +27,7 @@ import numpy as np
 import torch
 
 from lamella.argument_checks import shown
-from lamella.errors import CapacityError, ModelLoadError, PrefixFileError
-from lamella.kv_cache.memory import host_memory
+from lamella.errors import ModelLoadError, PrefixFileError
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.prefix_kv import LayerTokens, word_of
 from lamella.model_executor.weights.regular_files import open_regular_file
@@ -124,7 +123,7 @@ def read_prefix_file(path: Path, ties: PrefixTies, specs: Mapping[int, KVCacheSp
     try:
         with open_regular_file(path) as file:
             return _read(path, file, ties, specs, most_tokens)
-    except (ModelLoadError, CapacityError, OSError, MemoryError) as error:
+    except (ModelLoadError, OSError, MemoryError) as error:
         raise PrefixFileError(
             f"path={shown(str(path))} cannot be read ({error}); give a file of save_prefix"
         ) from error
@@ -159,7 +158,7 @@ def _read(
             f"{refused} is {file_bytes} bytes long, and its header describes {8 + len(header) + num_bytes}: copy "
             "it again"
         )
-    data = host_memory(num_bytes).numpy()  # in huge pages, which are faster to fill
+    data = np.empty(num_bytes, dtype=np.uint8)
     if _digest_of(_filled_blocks(path, data, 8 + len(header))) != metadata.get("data_sha256"):
         raise PrefixFileError(f"{refused} is damaged: its tensors have another checksum; save or copy it again")
 

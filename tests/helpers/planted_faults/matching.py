@@ -159,7 +159,7 @@ def match_ignores_windows(original, tree, nodes, limit):
 
 
 @replaces(BlockManager, "match")
-def nothing_left_to_compute(original, manager, token_ids, salt=None):
+def nothing_left_to_compute(original, manager, token_ids, salt=None, boundaries=()):
     if not manager.settings.enable_prefix_caching:
         return original(manager, token_ids, salt)
     return manager.inspect().tree.match(token_ids, salt, len(token_ids))
