@@ -184,7 +184,8 @@ class RequestRows:
         return self._of(rows).requests
 
     def sampling_batch(self, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> SamplingBatch:
-        """How to sample the next token of each of `rows` (int64 [S]). Steps share its arrays: they must not be written.
+        """How to sample the next token of each of `rows` (int64 [S]). Steps share its arrays and
+        empty entries: they must not be written.
 
         num_tokens: int64 [num_rows], how many tokens each row will have before that draw; None: those known now."""
         sampled = self._of(rows)
@@ -242,6 +243,11 @@ class RequestRows:
                     min_p=self.min_p[rows],
                     seeds=self.seeds[rows],
                     num_logprobs=self.num_logprobs[rows],
+                    # Of the steps in which no row changes its logits. Making none for each is cheaper.
+                    penalties={},
+                    biases={},
+                    masks={},
+                    processors={},
                 ),
             )
         return self._sampled
