@@ -203,7 +203,7 @@ class RequestRows:
 
     def sampling_batch(self, rows: np.ndarray, num_tokens: np.ndarray | None = None) -> SamplingBatch:
         """How to sample a token for each of `rows` (int64 [S], those of a row next to each other). Steps share its
-        arrays: they must not be written.
+        arrays and empty entries: they must not be written.
 
         num_tokens: int64 [S], how many tokens of the row come before that draw, the first ones of `tokens[row]`; None:
         those known now."""
@@ -262,6 +262,11 @@ class RequestRows:
                     min_p=self.min_p[rows],
                     seeds=self.seeds[rows],
                     num_logprobs=self.num_logprobs[rows],
+                    # Of the steps in which no row changes its logits. Making none for each is cheaper.
+                    penalties={},
+                    biases={},
+                    masks={},
+                    processors={},
                 ),
             )
         return self._sampled

@@ -69,7 +69,7 @@ def test_a_row_gets_what_it_would_have_got_one_by_one(seed):
         unusable = set(draw.sample(range(len(flat)), 2))
     step = PlannedStep(
         np.array(order), np.array([1 + len(drafts[row]) for row in order]), sampled_rows, frozenset(),
-        np.array([len(drafts[row]) for row in order]),
+        num_drafts=np.array([len(drafts[row]) for row in order]),
     )  # fmt: skip
     logprobs = {place: logprobs_of(sample) for place, sample in enumerate(flat) if place not in unusable}
     result = StepResult(np.array(flat), logprobs, dict.fromkeys(unusable, "NaN"))
