@@ -1,4 +1,4 @@
-"""Real models give the same tokens with speculation on and off, whatever requests ask for and though they are preempted.
+"""Real models give the same tokens with speculation on and off, whatever requests ask for, though they are preempted.
 
 By default SmolLM2 runs some requests; `make test-full` runs a hundred of it and of Gemma 3. Qwen2.5's file is to be
 given (README.md).
