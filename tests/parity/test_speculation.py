@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Real models give the same tokens with speculation on and off, whatever requests ask for, preempted or not.
-=======
-"""Real models give the same tokens with speculation on and off, whatever requests ask for, though they are preempted.
->>>>>>> spec
 
 By default SmolLM2 runs some requests; `make test-full` runs a hundred of it and of Gemma 3. Qwen2.5's file is to be
 given (README.md).
