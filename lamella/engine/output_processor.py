@@ -131,7 +131,9 @@ class OutputProcessor:
     ) -> Conversation:
         stops = self._prepare_stops(params)
         ids = requests[0].token_ids[: requests[0].num_prompt_tokens].tolist()
-        return Conversation(prompt, ids, params, stops, [_Sample(request) for request in requests], lora_request)
+        return Conversation(
+            prompt, ids, params, stops, [_Sample(request) for request in requests], lora_request=lora_request
+        )
 
     def add(self, conversation: Conversation) -> None:
         self._conversations[conversation.request_id] = conversation

@@ -115,7 +115,7 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer, *, vocab_size: int, max_mode
         )
     if boundary is not None:
         boundaries = whole_numbers(boundary, 1, len(token_ids), "tokens")
-    return ParsedPrompt(text, token_ids, salt, tuple(boundaries))
+    return ParsedPrompt(text, token_ids, salt, prefix_boundaries=tuple(boundaries))
 
 
 def _check_keys(prompt: Mapping[str, Any]) -> None:
