@@ -67,9 +67,9 @@ def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> C
             f"{place} is split, and transformers reads a GGUF model from one file; join its parts with llama.cpp's "
             "gguf-split --merge"
         )
-    config, text_config = read_configs(source.folder, None if gguf is None else gguf.name)
-    name = text_config.model_type
     header = None if gguf is None else read_gguf_header(gguf)
+    config, text_config = read_configs(source.folder, header)
+    name = text_config.model_type
     if header is not None:
         refuse_unread_metadata(header, text_config)
     try:
