@@ -102,8 +102,8 @@ WINDOWED = {
     params=[pytest.param(SMOLLM2, marks=pytest.mark.slow), pytest.param(QWEN2, marks=pytest.mark.external)],
 )
 def windowed(request, tmp_path_factory):
-    """A folder with the weights and a window in every layer, or in those from the twelfth on; its cases. The folder goes
-    when the module is done."""
+    """A folder with the weights and a window in every layer, or in those from the twelfth on; its cases. The folder
+    goes when the module is done."""
     fixture, changes = WINDOWED[request.param]
     source = qwen2_path() if request.param == QWEN2 else resolve_model(request.param).paths[0]
     folder = tmp_path_factory.mktemp("windowed")

@@ -33,8 +33,10 @@ MODELS = {
 
 def saved_model(path, name):
     drawn = draw_config(name, 0)
-    settings = {key: value for key, value in drawn.to_dict().items() if key not in ("transformers_version", "model_type")}
-    save_random_gguf(path, name, random_model(type(drawn)(**(settings | MODELS[name]))))
+    settings = drawn.to_dict() | MODELS[name]
+    for key in ("transformers_version", "model_type"):
+        del settings[key]
+    save_random_gguf(path, name, random_model(type(drawn)(**settings)))
 
 
 @pytest.mark.parametrize("name", MODELS)

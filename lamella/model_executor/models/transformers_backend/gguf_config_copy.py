@@ -1,7 +1,7 @@
 """A copy of a GGUF file in which there is what a config is made of, and neither vocabulary nor weights.
 
-transformers reads a file's metadata item by item, and so takes a quarter of a minute for a vocabulary of 262,144 tokens,
-of which its config needs the number alone.
+transformers reads a file's metadata item by item, and so takes a quarter of a minute for a vocabulary of 262,144
+tokens, of which its config needs the number alone.
 """
 
 from __future__ import annotations
