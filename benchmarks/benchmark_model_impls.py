@@ -86,10 +86,10 @@ def engine_run(model: str, max_requests: int, request_tokens: int, **arguments: 
 def generate_run(model: str) -> Run:
     from lamella.model_executor.models.transformers_backend.model_weights import load_model
     from lamella.model_executor.models.transformers_backend.text_config import class_for, read_configs
-    from lamella.model_executor.weights.gguf_header import read_gguf_header
+    from lamella.model_executor.weights.gguf_split import read_gguf_model
 
     source = resolve_model(model)
-    header = None if source.gguf_path is None else read_gguf_header(source.gguf_path)
+    header = None if source.gguf_path is None else read_gguf_model(source.gguf_path)
     run_by = class_for(*read_configs(source.folder, header))
     hf_model = load_model(source, run_by, run_by.config, torch.float32)
     hf_model.generation_config.eos_token_id = None

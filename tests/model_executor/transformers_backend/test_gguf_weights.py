@@ -10,6 +10,7 @@ from lamella.errors import ModelLoadError
 from lamella.model_executor.models.transformers_backend.gguf_weights import gguf_state_dict
 from lamella.model_executor.models.transformers_backend.text_config import class_for, read_configs
 from lamella.model_executor.weights.gguf_header import read_gguf_header
+from lamella.model_executor.weights.gguf_split import read_gguf_model
 from tests.helpers.random_gguf import save_random_gguf
 from tests.helpers.random_models import draw_config, random_model
 from tests.helpers.tiny_gemma import save_tiny_gemma
@@ -57,6 +58,24 @@ def test_config_and_tensors_are_those_that_transformers_reads(name, tmp_path):
     expected = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     assert given.keys() == expected.keys()
     assert all(torch.equal(given[each], expected[each]) for each in expected)
+
+
+def test_a_split_model_is_the_whole_one(tmp_path):
+    model = save_tiny_gemma(tmp_path / "folder")
+    save_tiny_gguf(tmp_path / "whole.gguf", model, quantise="Q8_0")
+    (tmp_path / "parts").mkdir()
+    save_tiny_gguf(tmp_path / "parts" / "m.gguf", model, quantise="Q8_0", tensors_in_part=9)
+    found = []
+    for path in (tmp_path / "whole.gguf", min((tmp_path / "parts").iterdir())):
+        header = read_gguf_model(path)
+        config, text_config = read_configs(path.parent, header)
+        run_by = class_for(config, text_config)
+        found.append((config.to_dict(), gguf_state_dict(header, run_by.model_class, run_by.config), header))
+    (whole_config, whole, _), (config, tensors, header) = found
+    assert len(header.files) > 2
+    assert {**config, "_name_or_path": None} == {**whole_config, "_name_or_path": None}
+    assert tensors.keys() == whole.keys()
+    assert all(torch.equal(tensors[each], whole[each]) for each in whole)
 
 
 def test_the_file_alone_is_read_and_a_damaged_one_is_refused(tmp_path):
