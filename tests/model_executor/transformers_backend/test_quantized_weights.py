@@ -91,6 +91,16 @@ def test_experts_in_mxfp4(tmp_path):
     assert_runs_as(model, tmp_path)
 
 
+def test_native_layers_name_the_field_and_who_reads_it(tmp_path):
+    model = save_random_model(tmp_path, "olmo2")
+    in_fp8(tmp_path, model)
+    message = (
+        r"config\.json: quantization_config has quant_method='fp8'.*model_impl=\"transformers\".*F8_E4M3 is not read"
+    )
+    with pytest.raises(ModelLoadError, match=message):
+        run(tmp_path, model_impl="auto")
+
+
 def test_projections_in_fp8(tmp_path, monkeypatch):
     """transformers asks for accelerate before it reads them, and then does without."""
     from transformers.quantizers import quantizer_finegrained_fp8
