@@ -9,6 +9,7 @@ decodes, preempted and with windows in their layers.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -58,8 +59,9 @@ def few_cases(model: str) -> list[ParityCase]:
 BACKEND = {"model_impl": "transformers", "max_model_len": 4096}
 
 
-def test_two_short_prompts_give_transformers_tokens():
-    cases = sorted(cases_of(SMOLLM2), key=lambda case: len(case.prompt_token_ids))[:2]
+def test_two_short_prompts_give_transformers_first_tokens():
+    shortest = sorted(cases_of(SMOLLM2), key=lambda case: len(case.prompt_token_ids))[:2]
+    cases = [replace(case, token_ids=case.token_ids[:16], gaps=case.gaps[:16]) for case in shortest]
     seen: list[object] = []
     settings = {"model_impl": "transformers", "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
     with open_model(SMOLLM2, **settings) as llm:

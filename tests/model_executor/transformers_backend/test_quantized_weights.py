@@ -51,11 +51,13 @@ def in_mxfp4(folder: Path, model: Any) -> None:
 
 
 def in_fp8(folder: Path, model: Any) -> None:
-    """Projections of layers as 8-bit floats with a scale for each square of BLOCK x BLOCK."""
+    """Projections of text layers as 8-bit floats with a scale for each square of BLOCK x BLOCK."""
     new = {}
-    for name, weight in model.named_parameters():
-        if not name.endswith("_proj.weight"):
+    parameters = dict(model.named_parameters())
+    for name in load_file(folder / "model.safetensors"):
+        if not name.endswith("_proj.weight") or "vision" in name:
             continue
+        weight = parameters[name.replace("language_model.model.", "model.language_model.")]
         rows, columns = weight.shape
         squares = weight.data.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
         scales = squares.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
@@ -101,11 +103,13 @@ def test_native_layers_name_the_field_and_who_reads_it(tmp_path):
         run(tmp_path, model_impl="auto")
 
 
-def test_projections_in_fp8(tmp_path, monkeypatch):
-    """transformers asks for accelerate before it reads them, and then does without."""
+@pytest.mark.parametrize("name", ["olmo2", "gemma3"])
+def test_projections_in_fp8(name, tmp_path, monkeypatch):
+    """transformers asks for accelerate before it reads them, and then does without. A multimodal checkpoint has the
+    field for all of it, and the text model is built from a config of its own."""
     from transformers.quantizers import quantizer_finegrained_fp8
 
-    model = save_random_model(tmp_path, "olmo2")
+    model = save_random_model(tmp_path, name)
     in_fp8(tmp_path, model)
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
     assert_runs_as(model, tmp_path)

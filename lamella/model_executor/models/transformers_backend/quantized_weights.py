@@ -6,11 +6,14 @@ from a hub included, and run on any device. What a reader lacks, such as a packa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.typed_fields import shown
+
+logger = logging.getLogger(__name__)
 
 _FIELD = "quantization_config"
 
@@ -42,5 +45,7 @@ def prepare_quantization(config: Any, text_config: Any) -> None:
         raise ModelLoadError(f"{named}, which transformers cannot read here: {text}") from error
     if reader is None:
         raise ModelLoadError(f"{named}, which transformers does not know; give a checkpoint in floats")
+    if gives_floats:
+        logger.info("weights of quant_method %s become floats as they are read", method)
     told = {**given, "dequantize": True} if gives_floats else dict(given)
     config.quantization_config = text_config.quantization_config = told
