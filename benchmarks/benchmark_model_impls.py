@@ -23,6 +23,9 @@ from compare_engines.machine import describe_machine
 from compare_engines.results import Spread, agreement, ratios
 from compare_engines.rounds import round_order
 from lamella import Engine, SamplingParams
+from lamella.model_executor.models.transformers_backend.model_weights import load_model
+from lamella.model_executor.models.transformers_backend.text_config import RunBy, class_for, read_configs
+from lamella.model_executor.weights.gguf_split import read_gguf_model
 from lamella.model_executor.weights.model_source import resolve_model
 from markdown_tables import table
 
@@ -83,15 +86,15 @@ def engine_run(model: str, max_requests: int, request_tokens: int, **arguments: 
     return run
 
 
-def generate_run(model: str) -> Run:
-    from lamella.model_executor.models.transformers_backend.model_weights import load_model
-    from lamella.model_executor.models.transformers_backend.text_config import class_for, read_configs
-    from lamella.model_executor.weights.gguf_split import read_gguf_model
-
+def read_run_by(model: str) -> RunBy:
     source = resolve_model(model)
     header = None if source.gguf_path is None else read_gguf_model(source.gguf_path)
-    run_by = class_for(*read_configs(source.folder, header))
-    hf_model = load_model(source, run_by, run_by.config, torch.float32)
+    return class_for(*read_configs(source.folder, header))
+
+
+def generate_run(model: str) -> Run:
+    run_by = read_run_by(model)
+    hf_model = load_model(resolve_model(model), run_by, run_by.config, torch.float32)
     hf_model.generation_config.eos_token_id = None
     hf_model.generation_config.pad_token_id = 0
     hf_model.generation_config.do_sample = False
@@ -146,9 +149,10 @@ def main(
         raise click.ClickException(f"ways={ways!r}: {unknown[0]!r} is not known; choose of {', '.join(WAYS)}")
     torch.set_num_threads(threads)
     runs = {name: opened(name, model, max(request_counts), input_tokens + output_tokens) for name in names}
+    vocab_size = read_run_by(model).text_config.vocab_size
     rows = []
     for count in request_counts:
-        prompts = np.random.default_rng(count).integers(10, 30_000, (count, input_tokens)).tolist()
+        prompts = np.random.default_rng(count).integers(10, vocab_size, (count, input_tokens)).tolist()
         figures = {name: Figures([], []) for name in names}
         tokens: dict[str, list[list[int]]] = {}
         for name in names:
