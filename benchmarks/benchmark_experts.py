@@ -33,7 +33,7 @@ from lamella.native.linear import pack_weight
 from lamella.native.mlp import Gate
 
 HIDDEN, WIDTH, NUM_EXPERTS, TOP_K, NUM_LAYERS = 1024, 1024, 32, 4, 8
-BYTES_PER_WEIGHT = {"float32": 4.0, "int8": 1.0, "w8a8": 1.0, "MXFP4": 11 / 16}  # kept as Q5_0: 22 bytes for 32
+BYTES_PER_WEIGHT = {"float32": 4.0, "int8": 1.0, "w8a8": 1.0, "MXFP4": 17 / 32}
 GPT_OSS = Gate("silu", 7.0, False, 1.702, 1.0)
 MODEL = {
     "vocab_size": 32768,
