@@ -118,8 +118,8 @@ def _repack_mxfp4(blocks: np.ndarray) -> np.ndarray:
     scales = np.where((codes & 7).any(axis=-1), blocks[..., 0], _MXFP4_ONE)
     if bool((scales > _MXFP4_MOST).any()):
         raise ConfigError(
-            f"an MXFP4 block has the scale 2^{int(scales.max()) - _MXFP4_ONE}; the largest whose numbers are all finite "
-            f"floats is 2^{_MXFP4_MOST - _MXFP4_ONE}"
+            f"an MXFP4 block has the scale 2^{int(scales.max()) - _MXFP4_ONE}; the largest of which all numbers are "
+            f"finite floats is 2^{_MXFP4_MOST - _MXFP4_ONE}"
         )
     halves = codes.reshape(*codes.shape[:-1], 4, 4, 2).swapaxes(-2, -1).reshape(codes.shape)
     words = _join(halves, 4)  # [N, blocks, 4]
