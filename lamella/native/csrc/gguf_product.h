@@ -17,7 +17,11 @@ struct GgufProduct {
 
     void finish(int64_t row, int64_t panel, const float* sums) const {
         const int64_t column = panel * PANEL, width = std::min<int64_t>(PANEL, num_columns - column);
-        std::memcpy(out + row * out_step + column, sums, width * sizeof(float));
+        float* const to = out + row * out_step + column;
+        if (width == PANEL)
+            std::memcpy(to, sums, PANEL * sizeof(float));
+        else
+            std::memcpy(to, sums, width * sizeof(float));
     }
 };
 

@@ -80,7 +80,7 @@ struct MXFP4 {
         Vec scale;
         LAMELLA_INLINE Vec of(const Chunk& chunk, int step) { return Levels::at(chunk.levels, step) * chunk.scale; }
     };
-    LAMELLA_INLINE IntVec power(const int32_t* words, int group) {
+    LAMELLA_INLINE IntVec power(const int32_t* words, int group) {  // biased
         return (load_word(words, 0) >> (8 * group)) & 255;
     }
     LAMELLA_INLINE Scale scale(const int32_t* words, int group) {

@@ -38,18 +38,16 @@ struct PowerRange {
     }
 
     bool takes_scaled_sums() const {
-        bool all = true;
-        for (size_t index = 0; index < sizeof least; index++)
-            all &= least[index] >= LEAST_POWER && most[index] <= MOST_POWER;
-        return all;
+        return !any_lane((IntVec)((least < uint8_t(LEAST_POWER)) | (most > uint8_t(MOST_POWER))));
     }
 };
 
-LAMELLA_INLINE Vec power_of_two(IntVec biased) {
-    const IntVec bits = biased << 23;
-    Vec power;
-    std::memcpy(&power, &bits, sizeof power);
-    return power;
+constexpr int32_t FLOAT_POWER = 1 << 23;  // what a float's bits differ by where it is twice as large
+
+LAMELLA_INLINE Vec float_of(IntVec bits) {
+    Vec value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 // value * weights + sum. On AVX-512 the value is an operand in memory: compilers would keep it in a register for all
@@ -66,7 +64,7 @@ LAMELLA_INLINE Vec add_product(const float* value, Vec weights, Vec sum) {
 template <int ROWS, int PANELS>
 struct ScaledSums {
     Vec sums[ROWS][PANELS][PANEL_VECS];
-    IntVec powers[PANELS][PANEL_VECS];  // biased, of the group before
+    IntVec powers[PANELS][PANEL_VECS];  // of the group before, as the bits of floats
 
     // Changes units to those of the powers of `group`.
     LAMELLA_INLINE void rescale(ScaledSums& tile, const int32_t* block, int64_t panel_words, int group) {
@@ -74,8 +72,8 @@ struct ScaledSums {
         for (int panel = 0; panel < PANELS; panel++)
 #pragma GCC unroll 4
             for (int vec = 0; vec < PANEL_VECS; vec++) {
-                const IntVec power = MXFP4::power(block + panel * panel_words + vec * VEC_LANES, group);
-                const Vec ratio = power_of_two(tile.powers[panel][vec] - power + MXFP4::POWER_BIAS);
+                const IntVec power = MXFP4::power(block + panel * panel_words + vec * VEC_LANES, group) << 23;
+                const Vec ratio = float_of(tile.powers[panel][vec] - power + MXFP4::POWER_BIAS * FLOAT_POWER);
                 tile.powers[panel][vec] = power;
 #pragma GCC unroll 4
                 for (int row = 0; row < ROWS; row++) tile.sums[row][panel][vec] *= ratio;
@@ -116,7 +114,7 @@ static bool multiply_scaled(const GgufProduct& linear, int64_t panel) {
 #pragma GCC unroll 4
     for (int index = 0; index < PANELS; index++)
 #pragma GCC unroll 4
-        for (int vec = 0; vec < PANEL_VECS; vec++) tile.powers[index][vec] += MXFP4::POWER_BIAS;
+        for (int vec = 0; vec < PANEL_VECS; vec++) tile.powers[index][vec] += MXFP4::POWER_BIAS * FLOAT_POWER;
     PowerRange range;
     const int64_t words = panel_words<MXFP4>(linear), ahead = PANELS * words;
     const int32_t* block = block_at<MXFP4>(linear, panel, 0);
@@ -145,7 +143,7 @@ static bool multiply_scaled(const GgufProduct& linear, int64_t panel) {
 #pragma GCC unroll 4
             for (int vec = 0; vec < PANEL_VECS; vec++)
                 store(values + vec * VEC_LANES,
-                      tile.sums[row][index][vec] * power_of_two(tile.powers[index][vec] - 1));
+                      tile.sums[row][index][vec] * float_of(tile.powers[index][vec] - FLOAT_POWER));
             linear.finish(row, panel + index, values);
         }
     return true;
