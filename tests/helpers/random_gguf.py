@@ -41,7 +41,8 @@ CONVERSIONS = {
 }
 
 
-def save_random_gguf(path: Path, name: str, model: Any) -> None:
+def save_random_gguf(path: Path, name: str, model: Any, *, experts_type: str | None = None) -> None:
+    """experts_type: the storage type of experts' matrices, rounded by the gguf package; None: float32."""
     conversion, config = CONVERSIONS[name], model.config
     writer = gguf.GGUFWriter(path, conversion.arch)
     for key, value in _metadata(name, config).items():
@@ -63,7 +64,12 @@ def save_random_gguf(path: Path, name: str, model: Any) -> None:
         values = parameter.float().numpy()
         if ".experts." in stored or "sinks" in stored:
             for spelled, part_values in _experts_and_sinks(stored, values, name == "gpt_oss"):
-                writer.add_tensor(spelled, np.ascontiguousarray(part_values))
+                part_values = np.ascontiguousarray(part_values)
+                if experts_type is None or part_values.ndim < 3:
+                    writer.add_tensor(spelled, part_values)
+                    continue
+                storage = gguf.GGMLQuantizationType[experts_type]
+                writer.add_tensor(spelled, gguf.quants.quantize(part_values, storage), raw_dtype=storage)
             continue
         part = stored.split(".")[-2]
         if conversion.has_pairs and part in heads:

@@ -19,6 +19,13 @@ struct Experts {
     int64_t scales_input;      // whether a token's weight multiplies what the expert takes, else what it gives
     const Mlp* shared;         // null: none
     const Linear* shared_gate; // one output; null: no gate
+    int64_t* meter;            // null, or what `run_experts` adds to: see Meter
+};
+
+// Nanoseconds of the wall clock and of the calling thread's processor time in `run_experts`, and for each expert how
+// often its weights were passed over.
+struct Meter {
+    static constexpr int64_t WALL = 0, PROCESSOR = 1, PASSES = 2;
 };
 
 // gate_up [num_rows][2 * width], gate first -> out [num_rows][width].
