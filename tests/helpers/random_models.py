@@ -253,6 +253,19 @@ def _granite(draw: Draw) -> Any:
     return _config("Granite", **draw.sizes(2), rope_parameters=draw.rope(*ANY_ROPE), **_granite_multipliers(draw))
 
 
+def _granite_moe(draw: Draw, class_name: str = "GraniteMoe") -> Any:
+    multipliers = {key: value for key, value in _granite_multipliers(draw).items() if key != "mlp_bias"}
+    return _config(
+        class_name,
+        **draw.sizes(2),
+        num_local_experts=draw.one_of(4, 6),
+        num_experts_per_tok=draw.one_of(1, 2, 3),
+        rope_parameters=draw.rope(*ANY_ROPE),
+        **({"shared_intermediate_size": draw.one_of(0, 32, 40)} if class_name == "GraniteMoeShared" else {}),
+        **multipliers,
+    )
+
+
 def _granite_swa(draw: Draw) -> Any:
     return _config(
         "GraniteSWA",
@@ -341,6 +354,8 @@ ARCHITECTURES: dict[str, Drawn] = {
     "smollm3": _smollm3,
     "granite": _granite,
     "granite_swa": _granite_swa,
+    "granitemoe": _granite_moe,
+    "granitemoeshared": lambda draw: _granite_moe(draw, "GraniteMoeShared"),
     "starcoder2": _starcoder2,
     "cwm": _cwm,
     "gemma4": _gemma4,

@@ -16,6 +16,7 @@ from lamella.model_executor.models.gemma3 import GEMMA3
 from lamella.model_executor.models.gemma4 import GEMMA4
 from lamella.model_executor.models.gpt_oss import GPT_OSS
 from lamella.model_executor.models.granite import GRANITE, GRANITE_SWA
+from lamella.model_executor.models.granite_moe import GRANITE_MOE
 from lamella.model_executor.models.laguna import LAGUNA
 from lamella.model_executor.models.llama import LLAMA
 from lamella.model_executor.models.llama4 import LLAMA4
@@ -48,6 +49,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA4,
     GRANITE,
     GRANITE_SWA,
+    GRANITE_MOE,
     MINISTRAL,
     MINISTRAL3,
     OLMO2,
