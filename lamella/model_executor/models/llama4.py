@@ -62,7 +62,8 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
 
 def _layers(text: ConfigJson, shape: LlamaShape) -> list[LayerConfig]:
     """Heads are normed after they are rotated; without a weight that is the same as before, for turning a pair does not
-    change its length. With cosines and sines that are multiplied by a factor it would be another norm."""
+    change its length. Where cosines and sines are multiplied by a factor, the norm takes it out again, all but its
+    square in what is added to the mean of squares."""
     is_rotated = _is_rotated(text, shape.num_layers)
     chunk = text.optional_integer("attention_chunk_size") if "attention_chunk_size" in text else _CHUNK
     kinds = text.layer_types(shape.num_layers, _KINDS) or tuple(
@@ -74,19 +75,17 @@ def _layers(text: ConfigJson, shape: LlamaShape) -> list[LayerConfig]:
         text.number("attn_scale", _ATTN_SCALE), text.integer("floor_scale", _FLOOR_SCALE), offset=1
     )
     has_scale, has_norm = text.boolean("attn_temperature_tuning", True), text.boolean("use_qk_norm", True)
-    magnitude = shape.rotary.magnitude
-    if has_norm and magnitude != 1.0 and any(is_rotated):
-        raise text.refuse(
-            "use_qk_norm",
-            f"heads are normed behind the rotary embedding, which multiplies them by {magnitude:g}; this is not built; "
-            "write attention_factor=1 into the embedding's parameters",
-        )
+    rotary, eps = shape.rotary, None
+    if has_norm and rotary.magnitude != 1.0:
+        eps = text.number("rms_norm_eps", _DEFAULTS["rms_norm_eps"]) / rotary.magnitude**2
+        rotary = replace(rotary, magnitude=1.0)
     return [
         shape.layer(
             kind=kind,
             window_tokens=chunk if kind == "chunked_attention" else None,
-            rotary=shape.rotary if rotated else None,
+            rotary=rotary if rotated else None,
             qk_norm="heads_weightless" if rotated and has_norm else None,
+            qk_norm_eps=eps if rotated else None,
             query_scale=query_scale if has_scale and not rotated else None,
         )
         for kind, rotated in zip(kinds, is_rotated, strict=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from lamella.model_executor.models.config import ModelConfig, RotaryConfig
+from lamella.model_executor.models.config import ModelConfig, PairDivisors, RotaryConfig
 from lamella.model_executor.models.config_gguf import ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.experts_gguf import experts_from_gguf, with_stored_experts
@@ -59,13 +59,16 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
     kinds = layer_kinds(text, num_layers, lambda layer: layer == 0 or (layer + 1) % _FULL_EVERY == 0)
     head_dim, max_positions = head_size(text, _DEFAULTS), with_default(text, _DEFAULTS, "max_position_embeddings")
     rotaries = {
-        kind: rotary_of_kind(
-            text,
-            kind,
-            kinds,
+        kind: _in_pairs(
+            rotary_of_kind(
+                text,
+                kind,
+                kinds,
+                head_dim,
+                RotaryConfig(int(head_dim * _PARTIAL), _THETA[kind]),
+                max_positions=max_positions,
+            ),
             head_dim,
-            RotaryConfig(int(head_dim * _PARTIAL), _THETA[kind]),
-            max_positions=max_positions,
         )
         for kind in KINDS
     }
@@ -105,6 +108,16 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
     return model_from_json(
         text, _DEFAULTS, end_token_ids, "mimo_v2_flash", shape, with_experts(layers, experts, sparse.__getitem__)
     )
+
+
+def _in_pairs(rotary: RotaryConfig, head_dim: int) -> RotaryConfig:
+    """A third of a head may be an odd number of elements. transformers then turns one more, the pairs' frequencies
+    being those of the odd number."""
+    if rotary.dim % 2 == 0 or rotary.dim == head_dim or rotary.scaling is not None:
+        return rotary
+    dim = rotary.dim + 1
+    exponents = (2 * pair * (1 / rotary.dim - 1 / dim) for pair in range(dim // 2))
+    return replace(rotary, dim=dim, scaling=PairDivisors(tuple(rotary.theta**each for each in exponents)))
 
 
 def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:

@@ -17,7 +17,9 @@ from lamella.model_executor.models.config_gguf import ARCHITECTURE_KEY
 from lamella.model_executor.models.registry import is_known_gguf, parse_gguf_config
 from lamella.model_executor.models.transformers_backend.recorder import RecordedLayer
 from lamella.model_executor.models.weight_map import GGUF_OTHER_PARTS
-from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header
+from lamella.model_executor.weights.gguf_header import GgufHeader
+from lamella.model_executor.weights.gguf_joined import joined_file
+from lamella.model_executor.weights.gguf_split import read_gguf_model
 
 # Metadata that transformers passes over -> the config's attribute that must say the same.
 _SAME_IN_CONFIG = {
@@ -31,14 +33,14 @@ _SAME_IN_CONFIG = {
 
 
 def gguf_state_dict(path: Path, model_class: Any, config: Any) -> Mapping[str, torch.Tensor]:
-    """The file's tensors, expanded, by transformers' names of them.
+    """The tensors of the file, or of all parts of a split one, expanded, by transformers' names of them.
 
     Raises ModelLoadError: a file that is damaged, or holds what transformers would pass over.
     """
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint as load
 
-    header = read_gguf_header(path)
+    header = read_gguf_model(path)
     with torch.device("meta"):
         model = model_class._from_config(config)
     name = header.fields().string(ARCHITECTURE_KEY)
@@ -54,7 +56,8 @@ def gguf_state_dict(path: Path, model_class: Any, config: Any) -> Mapping[str, t
             f"{path}: transformers has no place for {len(left_over)} of its tensors ({', '.join(left_over[:3])}), and "
             "the model would be another without them"
         )
-    tensors: Mapping[str, torch.Tensor] = load(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    with joined_file(header, has_data=True) as file:
+        tensors: Mapping[str, torch.Tensor] = load(str(file), return_tensors=True, model_to_load=model)["tensors"]
     return tensors
 
 

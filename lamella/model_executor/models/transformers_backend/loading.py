@@ -39,7 +39,8 @@ from lamella.model_executor.models.transformers_backend.text_config import (
 )
 from lamella.model_executor.models.transformers_backend.text_model import TransformersModel
 from lamella.model_executor.models.transformers_backend.token_mixing import refuse_mixing
-from lamella.model_executor.weights.gguf_header import read_gguf_header
+from lamella.model_executor.weights.gguf_joined import joined_file
+from lamella.model_executor.weights.gguf_split import read_gguf_model
 from lamella.model_executor.weights.model_source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -62,14 +63,13 @@ def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> C
     """
     gguf = source.gguf_path
     place = gguf or source.folder / "config.json"
-    if len(source.paths) > 1 and gguf is not None:
-        raise ModelLoadError(
-            f"{place} is split, and transformers reads a GGUF model from one file; join its parts with llama.cpp's "
-            "gguf-split --merge"
-        )
-    config, text_config = read_configs(source.folder, None if gguf is None else gguf.name)
+    header = None if gguf is None else read_gguf_model(gguf)
+    if header is None:
+        config, text_config = read_configs(source.folder)
+    else:
+        with joined_file(header, has_data=False) as file:
+            config, text_config = read_configs(file.parent, file.name)
     name = text_config.model_type
-    header = None if gguf is None else read_gguf_header(gguf)
     if header is not None:
         refuse_unread_metadata(header, text_config)
     try:
