@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,11 +82,12 @@ _RENAMED = {
 _RENAMED_OF = {"gpt_oss": {"mlp.router.bias": "ffn_gate_inp.bias"}}
 
 
-def save_random_gguf(path: Path, name: str, model: Any) -> None:
+def save_random_gguf(path: Path, name: str, model: Any, changed: Mapping[str, Any] | None = None) -> None:
+    """changed: keys that differ from what the converter writes; None leaves one out."""
     conversion, config = CONVERSIONS[name], copy.deepcopy(model.config.get_text_config())
     config.allow_global_per_layer_attribute_access = True  # numbers that differ by layer kind
     writer = gguf.GGUFWriter(path, conversion.arch)
-    for key, value in metadata(name, config).items():
+    for key, value in {**metadata(name, config), **(changed or {})}.items():
         _add(writer, f"{conversion.arch}.{key}", value)
     tokens, types = tiny_vocabulary(config.vocab_size)
     writer.add_tokenizer_model("llama")

@@ -131,7 +131,9 @@ def rope_of(name: str, draw: Draw, settings: dict[str, Any]) -> dict[str, Any]:
             )
             rope |= {"short_mscale": magnitude, "long_mscale": magnitude}
         return {"rope_parameters": rope}
-    return {"rope_parameters": draw.rope(*ROPES.get(name, ("default", "linear")))}
+    rope = draw.rope(*ROPES.get(name, ("default", "linear")))
+    # The format has no names for these of YaRN.
+    return {"rope_parameters": {key: rope[key] for key in rope if key not in ("mscale", "mscale_all_dim", "truncate")}}
 
 
 def by_kind(full: dict[str, Any], sliding: dict[str, Any]) -> dict[str, Any]:

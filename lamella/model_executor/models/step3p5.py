@@ -201,28 +201,27 @@ def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> Model
     )
     window = config.integer("attention.sliding_window")
     slides = config.sliding_pattern(num_stored, 1)
-    limits, shared_limits = (
-        [
-            None if limit is None else GateClamp(limit=limit, after_activation=True)
-            for limit in config.limits(key, num_stored)
-        ]
-        for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp")
-    )
     router = RouterConfig(scoring="sigmoid", top_k=1, has_correction=True, is_renormalised=True)
     experts = experts_from_gguf(config, router)
-    layers = []
-    for layer in range(num_layers):
-        built = shape.layer(
+    layers = [
+        shape.layer(
             window if slides[layer] else None,
             num_heads=heads[layer],
             num_kv_heads=kv_heads[layer],
             rotary=sliding_rotary if slides[layer] else full_rotary,
             gate=_GATE,
         )
-        layers.append(built)
-    layers = with_stored_experts(config, layers, experts, tensor_names)
-    layers = [_clamped(built, limits[layer], shared_limits[layer]) for layer, built in enumerate(layers)]
-    return model_from_gguf(config, "step3p5", shape, tuple(layers), tensor_names)
+        for layer in range(num_layers)
+    ]
+    limits, shared_limits = (
+        [GateClamp(limit=limit, after_activation=True) if limit else None for limit in config.limits(key, num_stored)]
+        for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp")
+    )
+    clamped = tuple(
+        _clamped(built, limits[layer], shared_limits[layer])
+        for layer, built in enumerate(with_stored_experts(config, layers, experts, tensor_names))
+    )
+    return model_from_gguf(config, "step3p5", shape, clamped, tensor_names)
 
 
 def _clamped(layer: LayerConfig, limit: GateClamp | None, shared_limit: GateClamp | None) -> LayerConfig:
