@@ -99,7 +99,7 @@ def _llama4(draw: Draw) -> Any:
 
 def _mimo_v2_flash(draw: Draw) -> Any:
     def rope() -> dict[str, Any]:
-        partial = draw.one_of(0.334, 0.42, 0.5)  # 0.42 of 32 elements are an odd number
+        partial = draw.one_of(0.334, 0.5, 0.41)  # the last of 32 and of 48 elements is an odd number
         return {"rope_type": "default", "rope_theta": draw.one_of(1e3, 1e4), "partial_rotary_factor": partial}
 
     parameters = {kind: rope() for kind in ("full_attention", "sliding_attention")}

@@ -63,7 +63,6 @@ CONVERSIONS = {
     # Released versions of the package do not have it yet; its tensors are called as these.
     "laguna": Conversion("laguna", table="step35"),
     "granitemoe": Conversion("granitemoe", has_pairs=True),
-    "granitemoeshared": Conversion("granitemoe", has_pairs=True),
 }
 # Of a layer, where transformers' modules have other names than the checkpoints that the tables are about.
 _RENAMED = {

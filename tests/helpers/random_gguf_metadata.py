@@ -237,7 +237,6 @@ _OWN = {
     "qwen2_moe": lambda config, keys: {"expert_shared_feed_forward_length": config.shared_expert_intermediate_size},
     "granite": _granite,
     "granitemoe": _granite_moe,
-    "granitemoeshared": _granite_moe,
     "gemma4": _gemma4,
     "llama4": _llama4,
     "mimo_v2_flash": _mimo,

@@ -253,16 +253,16 @@ def _granite(draw: Draw) -> Any:
     return _config("Granite", **draw.sizes(2), rope_parameters=draw.rope(*ANY_ROPE), **_granite_multipliers(draw))
 
 
-def _granite_moe(draw: Draw, class_name: str = "GraniteMoe") -> Any:
-    multipliers = {key: value for key, value in _granite_multipliers(draw).items() if key != "mlp_bias"}
+def _granite_moe(draw: Draw) -> Any:
+    name, shared = draw.one_of(("GraniteMoe", {}), ("GraniteMoeShared", {"shared_intermediate_size": 40}))
     return _config(
-        class_name,
+        name,
         **draw.sizes(2),
+        **shared,
         num_local_experts=draw.one_of(4, 6),
         num_experts_per_tok=draw.one_of(1, 2, 3),
         rope_parameters=draw.rope(*ANY_ROPE),
-        **({"shared_intermediate_size": draw.one_of(0, 32, 40)} if class_name == "GraniteMoeShared" else {}),
-        **multipliers,
+        **{key: value for key, value in _granite_multipliers(draw).items() if key != "mlp_bias"},
     )
 
 
@@ -355,7 +355,6 @@ ARCHITECTURES: dict[str, Drawn] = {
     "granite": _granite,
     "granite_swa": _granite_swa,
     "granitemoe": _granite_moe,
-    "granitemoeshared": lambda draw: _granite_moe(draw, "GraniteMoeShared"),
     "starcoder2": _starcoder2,
     "cwm": _cwm,
     "gemma4": _gemma4,
