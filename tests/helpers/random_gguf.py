@@ -14,13 +14,10 @@ import numpy as np
 from tests.helpers.random_gguf_metadata import (
     NUM_EXTRA,
     WITH_EXTRA_LAYERS,
-    longrope_magnitude,
     metadata,
     rope_of,
 )
 from tests.helpers.tiny_gguf import tiny_vocabulary
-
-__all__ = ["CONVERSIONS", "longrope_magnitude", "save_random_gguf"]
 
 
 class Conversion(NamedTuple):

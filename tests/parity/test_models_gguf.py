@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lamella import LLM, SamplingParams
-from tests.helpers.random_gguf import CONVERSIONS, longrope_magnitude, save_random_gguf
+from tests.helpers.random_gguf import CONVERSIONS, save_random_gguf
+from tests.helpers.random_gguf_metadata import longrope_magnitude
 from tests.helpers.random_models import Draw, draw_config, random_model
 from tests.helpers.tiny_gemma import VOCAB_SIZE
 
