@@ -59,6 +59,7 @@ _INTEGERS = {
     "topk_group": ranges.EXPERTS,
     "moe_intermediate_size": ranges.WIDTH,
     "shared_expert_intermediate_size": ranges.WIDTH,
+    "shared_intermediate_size": ranges.IntegerRange(0, ranges.WIDTH.high),
     "intermediate_size_mlp": ranges.WIDTH,
     "decoder_sparse_step": ranges.LAYERS,
     "interleave_moe_layer_step": ranges.LAYERS,

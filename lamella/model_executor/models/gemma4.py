@@ -3,6 +3,7 @@ layers that read others' K and V; inputs of each layer's own."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,9 @@ from lamella.model_executor.models.config import (
     ProportionalScaling,
     RotaryConfig,
 )
+from lamella.model_executor.models.config_gguf import ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson, shared_kv_owners
+from lamella.model_executor.models.experts_gguf import experts_from_gguf, has_experts
 from lamella.model_executor.models.experts_json import checked_experts
 from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.llama_shape import (
@@ -23,7 +26,9 @@ from lamella.model_executor.models.llama_shape import (
     Defaults,
     LlamaShape,
     layer_kinds,
+    model_from_gguf,
     model_from_json,
+    shape_from_gguf,
     shape_from_json,
     with_default,
 )
@@ -54,6 +59,7 @@ _DEFAULTS: Defaults = {
     "tie_word_embeddings": True,
 }
 _WINDOW, _FULL_EVERY, _FULL_HEAD_DIM = 512, 6, 512
+_SLIDING_THETA = 10_000.0
 _PER_LAYER_WIDTH, _PER_LAYER_VOCABULARY = 256, 262144
 _NORMS = NormPlaces(input=True, post_attention=True, mlp=True, post_mlp=True)
 _FULL, _SLIDING = KINDS
@@ -152,7 +158,7 @@ def _head_sizes(text: ConfigJson, kind: str, layer: int) -> tuple[int, int]:
 def _rotary(text: ConfigJson, kind: str, head_dim: int) -> RotaryConfig:
     if not text.fields.has_value("rope_parameters"):
         if kind == _SLIDING:
-            return RotaryConfig(head_dim, 10_000.0)
+            return RotaryConfig(head_dim, _SLIDING_THETA)
         return RotaryConfig(head_dim, 1_000_000.0, scaling=ProportionalScaling(head_dim // 8))
     parameters = text.fields.object("rope_parameters").object(kind)
     if not parameters.has_value("rope_theta"):
@@ -169,12 +175,83 @@ def _per_layer_input(text: ConfigJson, shape: LlamaShape) -> PerLayerInputConfig
     return PerLayerInputConfig(width, vocab_size, shape.activation)
 
 
+def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:
+    """Lengths of heads without "swa" in their keys are the full layers'. A layer without a tensor of V has K's."""
+    num_layers = config.num_layers()
+    kinds = tuple(KINDS[slides] for slides in config.sliding_pattern(num_layers, _FULL_EVERY))
+    num_shared = config.integer("attention.shared_kv_layers", 0)
+    if num_shared >= num_layers or set(kinds) - set(kinds[: num_layers - num_shared]):
+        raise config.refuse("attention.shared_kv_layers", f"of {num_layers} layers, one of each kind must have K and V")
+    owners = shared_kv_owners(kinds, num_shared)
+    kv_heads = config.integers("attention.head_count_kv", num_layers)
+    widths = config.integers("feed_forward_length", num_layers)
+    shape = shape_from_gguf(
+        config,
+        tensor_names,
+        num_kv_heads=kv_heads[0],
+        mlp_width=widths[0],
+        activation="gelu_tanh",
+        qk_norm="heads",
+        scale=1.0,
+        norms=_NORMS,
+    )
+    window = config.integer("attention.sliding_window") if _SLIDING in kinds else None
+    dims = {_FULL: shape.head_dim, _SLIDING: config.integer("attention.key_length_swa", shape.head_dim)}
+    if config.integer("attention.value_length_swa", dims[_SLIDING]) != dims[_SLIDING]:
+        raise config.refuse("attention.value_length_swa", f"it is built with heads of one length: {dims[_SLIDING]}")
+    sliding_dim = config.integer("rope.dimension_count_swa", dims[_SLIDING])
+    ropes = {_FULL: shape.rotary, _SLIDING: config.sliding_rotary(sliding_dim, _SLIDING_THETA)}
+    experts = _gguf_experts(config)
+    layers = []
+    for layer, kind in enumerate(kinds):
+        built = shape.layer(
+            window if kind == _SLIDING else None,
+            num_kv_heads=kv_heads[layer],
+            k_dim=dims[kind],
+            v_dim=dims[kind],
+            rotary=ropes[kind],
+            has_value_norm=True,
+            values_are_keys=layer not in owners and f"blk.{layer}.attn_v.weight" not in tensor_names,
+            kv_owner=owners.get(layer),
+        )
+        mlp = MLPConfig(widths[layer], shape.activation)
+        has_scalar = f"blk.{layer}.layer_output_scale.weight" in tensor_names
+        layers.append(replace(built, mlp=mlp, has_scalar=has_scalar, experts_beside=experts))
+    return model_from_gguf(
+        config,
+        "gemma4",
+        shape,
+        tuple(layers),
+        tensor_names,
+        embedding_scale=shape.hidden_size**0.5,
+        final_logit_softcap=config.number_or_off("final_logit_softcapping"),
+        per_layer_input=_gguf_per_layer_input(config, shape),
+    )
+
+
+def _gguf_experts(config: ConfigGguf) -> ExpertsConfig | None:
+    if not has_experts(config):
+        return None
+    router = RouterConfig(scoring="softmax", top_k=1, is_renormalised=True, has_expert_scale=True)
+    return experts_from_gguf(config, router, activation="gelu_tanh")
+
+
+def _gguf_per_layer_input(config: ConfigGguf, shape: LlamaShape) -> PerLayerInputConfig | None:
+    """The table may have more rows than the vocabulary has tokens."""
+    width = config.integer("embedding_length_per_layer_input", 0)
+    if not width:
+        return None
+    return PerLayerInputConfig(width, config.shape_of("per_layer_token_embd.weight")[0], shape.activation)
+
+
 _OTHER_NAMES = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 GEMMA4 = Family(
     name="gemma4",
     architectures=("Gemma4ForCausalLM", "Gemma4TextModel", "gemma4_text"),
     multimodal_architectures=("Gemma4ForConditionalGeneration", "gemma4"),
+    gguf_architecture="gemma4",
     config_from_json=config_from_json,
+    config_from_gguf=config_from_gguf,
     weights=WeightMap(
         safetensors_layer={
             **SAFETENSORS_LAYER,
@@ -195,7 +272,21 @@ GEMMA4 = Family(
             "experts.gate_up_proj": ExpertStack(("gate_proj", "up_proj")),
             "experts.down_proj": ExpertStack(("down_proj",)),
         },
-        gguf_layer={**GGUF_LAYER, **GGUF_HEAD_NORMS},
+        gguf_layer={
+            **GGUF_LAYER,
+            **GGUF_HEAD_NORMS,
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "post_attention_norm": "post_attention_norm",
+            "post_ffw_norm": "post_mlp_norm",
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp.scale": "mlp.router_norm.weight",
+            "ffn_down_exps.scale": "mlp.router.expert_scale",
+            "pre_ffw_norm_2": "mlp.experts_norm",
+            "post_ffw_norm_1": "mlp.post_dense_norm",
+            "post_ffw_norm_2": "mlp.post_experts_norm",
+        },
         prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
         other_parts={
             "vision_tower.": "the vision tower",

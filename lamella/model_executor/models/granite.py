@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from lamella.model_executor.models import config_ranges as ranges
-from lamella.model_executor.models.config import LayerConfig, ModelConfig
+from lamella.model_executor.models.config import LayerConfig, ModelConfig, RotaryConfig
 from lamella.model_executor.models.config_gguf import ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.family import Family
@@ -52,16 +52,16 @@ _WINDOW, _FULL_EVERY = 128, 4
 
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
-    shape = _shape(text, _DEFAULTS)
+    shape = granite_shape(text, _DEFAULTS)
     layers = (shape.layer(),) * shape.num_layers
-    return _model(text, _DEFAULTS, end_token_ids, "granite", shape, layers)
+    return granite_model(text, _DEFAULTS, end_token_ids, "granite", shape, layers)
 
 
 def config_with_windows_from_json(
     config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None
 ) -> ModelConfig:
     defaults = _DEFAULTS_WITH_WINDOWS
-    shape = _shape(text, defaults)
+    shape = granite_shape(text, defaults)
     kinds = layer_kinds(text, shape.num_layers, lambda layer: layer % _FULL_EVERY == 0)
     window = window_of_sliding(text, kinds, _WINDOW)
     layers = tuple(
@@ -72,7 +72,7 @@ def config_with_windows_from_json(
         )
         for kind, theta in zip(kinds, _thetas(text, shape), strict=True)
     )
-    return _model(text, defaults, end_token_ids, "granite_swa", shape, layers)
+    return granite_model(text, defaults, end_token_ids, "granite_swa", shape, layers)
 
 
 def _thetas(text: ConfigJson, shape: LlamaShape) -> tuple[float, ...]:
@@ -86,7 +86,7 @@ def _thetas(text: ConfigJson, shape: LlamaShape) -> tuple[float, ...]:
     return thetas
 
 
-def _shape(text: ConfigJson, defaults: Defaults) -> LlamaShape:
+def granite_shape(text: ConfigJson, defaults: Defaults) -> LlamaShape:
     return shape_from_json(
         text,
         defaults,
@@ -96,7 +96,7 @@ def _shape(text: ConfigJson, defaults: Defaults) -> LlamaShape:
     )
 
 
-def _model(
+def granite_model(
     text: ConfigJson,
     defaults: Defaults,
     end_token_ids: tuple[int, ...] | None,
@@ -124,15 +124,29 @@ def _multiplied(embedding: float, residual: float, logits_divisor: float, eps: f
 
 
 def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:
+    shape, rotary = granite_shape_from_gguf(config, tensor_names)
+    layers = (shape.layer(rotary=rotary),) * shape.num_layers
+    return model_from_gguf(config, "granite", shape, layers, tensor_names, **multipliers_from_gguf(config))
+
+
+def granite_shape_from_gguf(
+    config: ConfigGguf, tensor_names: Collection[str]
+) -> tuple[LlamaShape, RotaryConfig | None]:
+    """The shape, and the layers' embedding: None where the file says that there is none, which for these architectures
+    it does with `rope.scaling.finetuned`."""
     shape = shape_from_gguf(config, tensor_names)
-    shape = shape.with_scale(config.number_or_off("attention.scale") or shape.head_dim**-0.5)
-    fields = _multiplied(
+    rotary = shape.rotary if config.boolean("rope.scaling.finetuned", True) else None
+    return shape.with_scale(config.number_or_off("attention.scale") or shape.head_dim**-0.5), rotary
+
+
+def multipliers_from_gguf(config: ConfigGguf) -> dict[str, Any]:
+    """Fields of ModelConfig."""
+    return _multiplied(
         config.number_or_off("embedding_scale") or 1.0,
         config.number_or_off("residual_scale") or 1.0,
         config.number_or_off("logit_scale") or 1.0,
         config.number("attention.layer_norm_rms_epsilon"),
     )
-    return model_from_gguf(config, "granite", shape, (shape.layer(),) * shape.num_layers, tensor_names, **fields)
 
 
 GRANITE = Family(

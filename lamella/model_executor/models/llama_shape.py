@@ -214,27 +214,34 @@ def end_tokens(defaults: Defaults) -> tuple[int, ...]:
 
 
 def shape_from_gguf(
-    config: ConfigGguf, tensor_names: Collection[str], *, has_partial: bool = False, **fields: Any
+    config: ConfigGguf,
+    tensor_names: Collection[str],
+    *,
+    has_partial: bool = False,
+    has_own_v_dim: bool = False,
+    **fields: Any,
 ) -> LlamaShape:
-    """Which projections have biases is told by the tensors. has_partial: whether the family turns a part of its heads.
-    fields: of LlamaShape, as the family has them."""
-    hidden_size, num_heads = config.integer("embedding_length"), config.integer("attention.head_count")
+    """Which projections have biases is told by the tensors. has_partial: whether the family turns a part of its heads;
+    has_own_v_dim: whether it reads the size of V itself. fields: of LlamaShape, as the family has them; numbers that
+    it reads itself, as they differ from layer to layer, are not read here."""
+    hidden_size = config.integer("embedding_length")
+    num_heads = fields.pop("num_heads", None) or config.integer("attention.head_count")
     if hidden_size % num_heads and not config.has("attention.key_length"):
         raise config.refuse("embedding_length", f"{num_heads} attention heads cannot share it; give key_length")
     head_dim = config.integer("attention.key_length", hidden_size // num_heads)
-    if config.integer("attention.value_length", head_dim) != head_dim:
+    if not has_own_v_dim and config.integer("attention.value_length", head_dim) != head_dim:
         raise config.refuse("attention.value_length", f"it is built with heads of one length: {head_dim}")
     rotary_dim = config.integer("rope.dimension_count", head_dim)
     if rotary_dim != head_dim and not (has_partial and rotary_dim < head_dim):
         raise config.refuse("rope.dimension_count", f"it is built with whole heads rotated: {head_dim}")
     return LlamaShape(
-        num_layers=config.integer("block_count"),
+        num_layers=config.num_layers(),
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=config.integer("attention.head_count_kv", num_heads),
+        num_kv_heads=fields.pop("num_kv_heads", None) or config.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        mlp_width=config.integer("feed_forward_length"),
-        rotary=config.rotary(rotary_dim, _ROPE_THETA),
+        mlp_width=fields.pop("mlp_width", None) or config.integer("feed_forward_length"),
+        rotary=fields.pop("rotary", None) or config.rotary(rotary_dim, _ROPE_THETA),
         qkv_bias="blk.0.attn_q.bias" in tensor_names or "blk.0.attn_qkv.bias" in tensor_names,
         output_bias="blk.0.attn_output.bias" in tensor_names,
         mlp_bias="blk.0.ffn_down.bias" in tensor_names,
@@ -263,6 +270,7 @@ def model_from_gguf(
                 "norm_eps": config.number(eps_key),
                 "max_position_embeddings": config.integer("context_length"),
                 "tie_word_embeddings": "output.weight" not in tensor_names,
+                "num_left_out_layers": config.num_extra_layers(),
                 "bos_token_id": config.bos_token_id(),
                 "eos_token_ids": config.end_token_ids(),
                 "dtype": config.dtype(),

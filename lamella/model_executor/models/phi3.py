@@ -65,8 +65,7 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
 
 def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:
     shape = shape_from_gguf(config, tensor_names, has_partial=True)
-    window = config.integer("attention.sliding_window", 0) or None
-    return model_from_gguf(config, "phi3", shape, (shape.layer(window),) * shape.num_layers, tensor_names)
+    return model_from_gguf(config, "phi3", shape, (shape.layer(config.window()),) * shape.num_layers, tensor_names)
 
 
 PHI3 = Family(

@@ -3,17 +3,24 @@ beside a shared one, and bounds behind the activation in some layers."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models import config_ranges as ranges
 from lamella.model_executor.models.config import GateConfig, LayerConfig, ModelConfig, RotaryConfig
+from lamella.model_executor.models.config_gguf import ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson
+from lamella.model_executor.models.experts_gguf import experts_from_gguf, with_stored_experts
 from lamella.model_executor.models.experts_json import EXPERTS_LAYER, checked_experts, count_of, sparse_kinds
 from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.llama_shape import (
     KINDS,
     LlamaShape,
     head_size,
+    model_from_gguf,
     model_from_json,
+    shape_from_gguf,
     shape_from_json,
     window_of_sliding,
     with_default,
@@ -21,7 +28,7 @@ from lamella.model_executor.models.llama_shape import (
 from lamella.model_executor.models.mlp_config import ExpertsConfig, GateClamp, MLPConfig, RouterConfig
 from lamella.model_executor.models.rope_json import rotary_of_kind
 from lamella.model_executor.models.typed_fields import TypedFields
-from lamella.model_executor.models.weight_map import HEAD_NORMS, WeightMap
+from lamella.model_executor.models.weight_map import GGUF_HEAD_NORMS, GGUF_LAYER, HEAD_NORMS, WeightMap
 from lamella.model_executor.weights.stacked import ExpertStack
 
 # What transformers 5.24's Step3p7TextConfig fills in.
@@ -170,13 +177,76 @@ def _experts(text: ConfigJson, shape: LlamaShape, limit: GateClamp | None, share
     return checked_experts(text, num_experts, expert, router, beside)
 
 
+def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:
+    """Full layers turn half of a head's `rope.dimension_count`, as llama.cpp has it. The converter works out divisors
+    of whole heads' frequencies, of which every other one is a frequency of half a head."""
+    num_layers = config.num_layers()
+    num_stored = num_layers + config.num_extra_layers()  # lists of layers have the extra ones', too
+    heads = config.integers("attention.head_count", num_stored)
+    kv_heads = config.integers("attention.head_count_kv", num_stored)
+    head_dim = config.integer("attention.key_length")
+    dim = config.integer("rope.dimension_count", head_dim)
+    if dim % 4:
+        raise config.refuse("rope.dimension_count", "full layers turn half of it, in pairs; it must be a multiple of 4")
+    full_rotary = config.rotary(dim // 2, 10_000.0, divisors_dim=dim)
+    sliding_rotary = config.sliding_rotary(config.integer("rope.dimension_count_swa", dim), full_rotary.theta)
+    shape = shape_from_gguf(
+        config,
+        tensor_names,
+        has_partial=True,
+        num_heads=heads[0],
+        num_kv_heads=kv_heads[0],
+        rotary=full_rotary,
+        qk_norm="heads",
+    )
+    window = config.integer("attention.sliding_window")
+    slides = config.sliding_pattern(num_stored, 1)
+    router = RouterConfig(scoring="sigmoid", top_k=1, has_correction=True, is_renormalised=True)
+    experts = experts_from_gguf(config, router)
+    layers = [
+        shape.layer(
+            window if slides[layer] else None,
+            num_heads=heads[layer],
+            num_kv_heads=kv_heads[layer],
+            rotary=sliding_rotary if slides[layer] else full_rotary,
+            gate=_GATE,
+        )
+        for layer in range(num_layers)
+    ]
+    limits, shared_limits = (
+        [GateClamp(limit=limit, after_activation=True) if limit else None for limit in config.limits(key, num_stored)]
+        for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp")
+    )
+    clamped = tuple(
+        _clamped(built, limits[layer], shared_limits[layer])
+        for layer, built in enumerate(with_stored_experts(config, layers, experts, tensor_names))
+    )
+    return model_from_gguf(config, "step3p5", shape, clamped, tensor_names)
+
+
+def _clamped(layer: LayerConfig, limit: GateClamp | None, shared_limit: GateClamp | None) -> LayerConfig:
+    if isinstance(layer.mlp, MLPConfig):
+        return replace(layer, mlp=replace(layer.mlp, clamp=shared_limit))
+    shared = layer.mlp.shared
+    return replace(
+        layer,
+        mlp=replace(
+            layer.mlp,
+            expert=replace(layer.mlp.expert, clamp=limit),
+            shared=None if shared is None else replace(shared, clamp=shared_limit),
+        ),
+    )
+
+
 _SHARED = {f"share_expert.{each}": f"mlp.shared.{each}" for each in ("gate_proj", "up_proj", "down_proj")}
 
 STEP3P5 = Family(
     name="step3p5",
     architectures=("Step3p5ForCausalLM", "Step3p7TextModel", "step3p5"),
     multimodal_architectures=("Step3p7ForConditionalGeneration", "Step3p7Model", "step3p7"),
+    gguf_architecture="step35",
     config_from_json=config_from_json,
+    config_from_gguf=config_from_gguf,
     weights=WeightMap(
         safetensors_layer=EXPERTS_LAYER
         | HEAD_NORMS
@@ -195,6 +265,8 @@ STEP3P5 = Family(
             "vit_large_projector.": "the projector of images",
             "multi_modal_projector.": "the projector of images",
         },
+        gguf_layer=GGUF_LAYER | GGUF_HEAD_NORMS | {"attn_gate": "self_attn.gate_proj"},
         safetensors_norm_offset=1.0,
+        gguf_norm_offset=0.0,  # its converter has added the 1 already
     ),
 )

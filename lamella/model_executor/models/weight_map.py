@@ -32,6 +32,7 @@ GGUF_LAYER = {
     "attn_norm": "input_norm",
     "ffn_norm": "mlp_norm",
     "ffn_gate_inp": "mlp.router",
+    "exp_probs_b.bias": "mlp.router.correction",
     "ffn_gate_inp_shexp": "mlp.shared_gate",
     "ffn_gate_shexp": "mlp.shared.gate_proj",
     "ffn_up_shexp": "mlp.shared.up_proj",
@@ -43,7 +44,12 @@ SAFETENSORS_STACKS = {
     "mlp.experts.gate_up_proj": ExpertStack(("gate_proj", "up_proj")),
     "mlp.experts.down_proj": ExpertStack(("down_proj",)),
 }
-_GGUF_STACKED = {"ffn_gate_exps": ("gate_proj",), "ffn_up_exps": ("up_proj",), "ffn_down_exps": ("down_proj",)}
+_GGUF_STACKED = {
+    "ffn_gate_exps": ("gate_proj",),
+    "ffn_up_exps": ("up_proj",),
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+    "ffn_down_exps": ("down_proj",),
+}
 GGUF_STACKS = {
     f"{name}.{ending}": ExpertStack(parts, ending=ending)
     for name, parts in _GGUF_STACKED.items()
@@ -61,7 +67,14 @@ GGUF_OTHER_PARTS = {
     "mm.": "the vision projector",
     "resampler.": "the vision projector",
 }
-_GGUF_MODEL = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+_GGUF_MODEL = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "embed_tokens_per_layer",
+    "per_layer_model_proj": "per_layer_model_projection",
+    "per_layer_proj_norm": "per_layer_projection_norm",
+}
 # Tables that the configuration gives; transformers has not stored them for years, and does not read them either.
 _ROTARY_BUFFER = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\w*\.\w*inv_freq")
 

@@ -78,6 +78,32 @@ def test_blocks_are_dequantised_as_transformers_does_it():
     assert torch.equal(dequantize(blocks, scales), expected.mT)
 
 
+def test_gate_and_up_of_a_gguf_file_in_one_tensor(tmp_path):
+    """llama.cpp's converter can write them so for every family; blocks of rows are taken from the middle of it."""
+    import gguf
+
+    stored = random(EXPERTS, ROWS, 64).numpy()
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "some")
+    blocks = gguf.quants.quantize(stored, q8)
+    writer.add_tensor("blk.2.ffn_gate_up_exps.weight", blocks, raw_dtype=q8)
+    writer.add_tensor("blk.2.ffn_gate_up_exps.bias", np.ascontiguousarray(stored[..., 0]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf", WeightMap())
+    values = gguf.quants.dequantize(blocks, q8)
+    for expert in range(EXPERTS):
+        for part, rows in (("gate_proj", slice(0, ROWS // 2)), ("up_proj", slice(ROWS // 2, ROWS))):
+            name = f"layers.2.mlp.experts.{expert}.{part}"
+            assert checkpoint.tensors[f"{name}.weight"].shape == (ROWS // 2, 64)
+            read = checkpoint.read_rows(f"{name}.weight", 1, 4)
+            assert np.array_equal(read.numpy(), values[expert, rows][1:4])
+            assert np.array_equal(checkpoint.read_blocks(f"{name}.weight", 1, 4), blocks[expert, rows][1:4])
+            assert np.array_equal(checkpoint.read_rows(f"{name}.bias", 1, 4).numpy(), stored[expert, rows, 0][1:4])
+
+
 def test_blocks_as_gguf_has_them():
     import gguf
 
