@@ -4,6 +4,7 @@ where they ran the same model."""
 from __future__ import annotations
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import benchmark_model_impls
@@ -15,11 +16,14 @@ SIZES = ["--requests", "1", "--requests", "3", "--input-tokens", "20", "--output
 
 @pytest.fixture
 def model(tmp_path):
+    num_threads = torch.get_num_threads()
     sizes = {"num_hidden_layers": 6, "sliding_window_pattern": 6, "head_dim": 256, "query_pre_attn_scalar": 256}
     save_tiny_gguf(tmp_path / "m.gguf", save_tiny_gemma(tmp_path / "folder", **sizes), quantise="Q8_0")
-    return str(tmp_path / "m.gguf")
+    yield str(tmp_path / "m.gguf")
+    torch.set_num_threads(num_threads)  # the benchmark has set it for the process
 
 
+@pytest.mark.slow  # four models are loaded
 def test_every_way_gives_the_same_tokens_and_is_told_in_its_row(model):
     result = CliRunner().invoke(benchmark_model_impls.main, ["--model", model, *SIZES])
     assert result.exit_code == 0, result.output
