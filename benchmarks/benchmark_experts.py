@@ -8,15 +8,13 @@ All figures of the first two are the bytes of the weights that were active, each
 time in expert layers, beside what memory can be read at in the same run; both take turns. With one thread it is the
 processor's time that counts, so other processes matter less. `decode` is one request of a model with random weights and
 about a thousand million parameters, whose steps of one token the engine runs; the layers count their time themselves.
-Models of all kinds take turns, step by step; with several threads, steps in which another process took a processor from
-one of them are left out. `layers` times expert layers alone, each with weights of its own, one
+Models of all kinds take turns, step by step. `layers` times expert layers alone, each with weights of its own, one
 after the other, for tokens whose experts vary. `model` runs prompts and decodes of such a model through the engine.
 """
 
 from __future__ import annotations
 
 import gc
-import resource
 import statistics
 import tempfile
 import time
@@ -158,22 +156,15 @@ class Decode:
         self.rates: list[float] = []
         self.reads: list[float] = []
         self.num_bytes = 0.0
-        self.num_disturbed = 0
 
     def step(self, library: NativeLibrary) -> None:
         peaks = Peaks(library)
         peaks.measure()
         for meter in self._meters:
             meter.zero_()
-        num_switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         start = clock()
         self.llm.engine.step()
-        step_seconds = clock() - start
-        is_disturbed = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw > num_switches
-        if is_disturbed and torch.get_num_threads() > 1:
-            self.num_disturbed += 1
-            return
-        self.step_seconds.append(step_seconds)
+        self.step_seconds.append(clock() - start)
         peaks.measure()
         meters = torch.stack(self._meters)
         self.passes += meters[:, 2:]
@@ -184,19 +175,15 @@ class Decode:
         self.reads.append(peaks.gigabytes_per_second)
 
     def row(self) -> str:
-        name = (
-            f"| {self.kind} | {torch.get_num_threads()} | {len(self.rates)} of {len(self.rates) + self.num_disturbed} |"
-        )
-        if len(self.rates) < 2:
-            return f"{name} too few |"
         shares = [rate / read for rate, read in zip(self.rates, self.reads, strict=True)]
         quartiles = statistics.quantiles(shares, n=4)
         return (
-            f"{name} {self.num_bytes / len(self.rates) / 1e6:.0f} | {self.num_bytes / 1e9:.1f} | "
+            f"| {self.kind} | {torch.get_num_threads()} | {self.num_bytes / len(self.rates) / 1e6:.0f} | {self.num_bytes / 1e9:.1f} | "
             f"{(self.passes > 0).double().mean():.0%} | {statistics.median(self.step_seconds) * 1e3:.1f} | "
             f"{statistics.median(self.seconds) * 1e3:.1f} | {statistics.median(self.rates):.1f} | "
             f"{statistics.median(self.reads):.1f} | "
-            f"{statistics.median(shares):.0%} ({quartiles[0]:.0%} to {quartiles[2]:.0%}) |"
+            f"{statistics.median(shares):.0%} ({quartiles[0]:.0%} to {quartiles[2]:.0%}) | "
+            f"{max(self.rates) / max(self.reads):.0%} |"
         )
 
 
@@ -226,8 +213,8 @@ def decode_command(kinds: tuple[str, ...], threads: int, steps: int, prompt: int
             for run in runs:
                 run.step(library)
         click.echo(
-            "| kind | threads | steps | active, MB a step | GB in all | experts used | step, ms | in experts, ms "
-            "| GB/s | read, GB/s | share, median (quartiles) |\n|---|---|---|---|---|---|---|---|---|---|---|"
+            "| kind | threads | active, MB a step | GB in all | experts used | step, ms | in experts, ms "
+            "| GB/s | read, GB/s | share, median (quartiles) | best ÷ best |\n|---|---|---|---|---|---|---|---|---|---|---|"
         )
         for run in runs:
             click.echo(run.row())
