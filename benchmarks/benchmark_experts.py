@@ -178,8 +178,8 @@ class Decode:
         shares = [rate / read for rate, read in zip(self.rates, self.reads, strict=True)]
         quartiles = statistics.quantiles(shares, n=4)
         return (
-            f"| {self.kind} | {torch.get_num_threads()} | {self.num_bytes / len(self.rates) / 1e6:.0f} | {self.num_bytes / 1e9:.1f} | "
-            f"{(self.passes > 0).double().mean():.0%} | {statistics.median(self.step_seconds) * 1e3:.1f} | "
+            f"| {self.kind} | {torch.get_num_threads()} | {self.num_bytes / len(self.rates) / 1e6:.0f} | "
+            f"{self.num_bytes / 1e9:.1f} | {(self.passes > 0).double().mean():.0%} | {statistics.median(self.step_seconds) * 1e3:.1f} | "
             f"{statistics.median(self.seconds) * 1e3:.1f} | {statistics.median(self.rates):.1f} | "
             f"{statistics.median(self.reads):.1f} | "
             f"{statistics.median(shares):.0%} ({quartiles[0]:.0%} to {quartiles[2]:.0%}) | "
@@ -213,8 +213,8 @@ def decode_command(kinds: tuple[str, ...], threads: int, steps: int, prompt: int
             for run in runs:
                 run.step(library)
         click.echo(
-            "| kind | threads | active, MB a step | GB in all | experts used | step, ms | in experts, ms "
-            "| GB/s | read, GB/s | share, median (quartiles) | best ÷ best |\n|---|---|---|---|---|---|---|---|---|---|---|"
+            "| kind | threads | active, MB a step | GB in all | experts used | step, ms | in experts, ms | GB/s "
+            "| read, GB/s | share, median (quartiles) | best ÷ best |\n|---|---|---|---|---|---|---|---|---|---|---|"
         )
         for run in runs:
             click.echo(run.row())
