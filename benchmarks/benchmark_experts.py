@@ -179,7 +179,8 @@ class Decode:
         quartiles = statistics.quantiles(shares, n=4)
         return (
             f"| {self.kind} | {torch.get_num_threads()} | {self.num_bytes / len(self.rates) / 1e6:.0f} | "
-            f"{self.num_bytes / 1e9:.1f} | {(self.passes > 0).double().mean():.0%} | {statistics.median(self.step_seconds) * 1e3:.1f} | "
+            f"{self.num_bytes / 1e9:.1f} | {(self.passes > 0).double().mean():.0%} | "
+            f"{statistics.median(self.step_seconds) * 1e3:.1f} | "
             f"{statistics.median(self.seconds) * 1e3:.1f} | {statistics.median(self.rates):.1f} | "
             f"{statistics.median(self.reads):.1f} | "
             f"{statistics.median(shares):.0%} ({quartiles[0]:.0%} to {quartiles[2]:.0%}) | "
