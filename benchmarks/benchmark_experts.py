@@ -131,7 +131,7 @@ class Decode:
     def __init__(self, folder: Path, kind: str, prompt_tokens: int, num_steps: int) -> None:
         from lamella import LLM, SamplingParams
 
-        before = {id(each) for each in gc.get_objects() if isinstance(each, Experts)}
+        before = {id(each) for each in gc.get_objects() if type(each) is Experts}
         self.kind = kind
         self.llm = LLM(
             str(folder / ("mxfp4" if kind == "MXFP4" else "floats")),
@@ -142,7 +142,7 @@ class Decode:
             kv_cache_memory_bytes=2**27,
             cache_dir=folder / "cache",
         )
-        layers = [each for each in gc.get_objects() if isinstance(each, Experts) and id(each) not in before]
+        layers = [each for each in gc.get_objects() if type(each) is Experts and id(each) not in before]
         if len(layers) != NUM_LAYERS:
             raise click.ClickException(f"{len(layers)} layers have experts; {NUM_LAYERS} should")
         ids = np.random.default_rng(0).integers(2, MODEL["vocab_size"], prompt_tokens).tolist()
@@ -180,9 +180,11 @@ class Decode:
         return (
             f"| {self.kind} | {torch.get_num_threads()} | {self.num_bytes / len(self.rates) / 1e6:.0f} | "
             f"{self.num_bytes / 1e9:.1f} | {(self.passes > 0).double().mean():.0%} | "
-            f"{statistics.median(self.step_seconds) * 1e3:.1f} | {statistics.median(self.seconds) * 1e3:.1f} | "
-            f"{statistics.median(self.rates):.1f} | {statistics.median(self.reads):.1f} | "
-            f"{statistics.median(shares):.0%} ({quartiles[0]:.0%} to {quartiles[2]:.0%}) |"
+            f"{statistics.median(self.step_seconds) * 1e3:.1f} | "
+            f"{statistics.median(self.seconds) * 1e3:.1f} | {statistics.median(self.rates):.1f} | "
+            f"{statistics.median(self.reads):.1f} | "
+            f"{statistics.median(shares):.0%} ({quartiles[0]:.0%} to {quartiles[2]:.0%}) | "
+            f"{max(self.rates) / max(self.reads):.0%} |"
         )
 
 
@@ -213,7 +215,7 @@ def decode_command(kinds: tuple[str, ...], threads: int, steps: int, prompt: int
                 run.step(library)
         click.echo(
             "| kind | threads | active, MB a step | GB in all | experts used | step, ms | in experts, ms | GB/s "
-            "| read, GB/s | share, median (quartiles) |\n|---|---|---|---|---|---|---|---|---|---|"
+            "| read, GB/s | share, median (quartiles) | best ÷ best |\n|---|---|---|---|---|---|---|---|---|---|---|"
         )
         for run in runs:
             click.echo(run.row())

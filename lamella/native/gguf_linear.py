@@ -1,6 +1,6 @@
 """Linear layers straight from the quantised blocks of a GGUF file: no float copy of the weights.
 
-Blocks are repacked once into panels of 16 outputs (csrc/gguf_blocks.cpp), at the same size within 3 %. The kernel
+Blocks are repacked once into panels of 16 outputs (csrc/gguf_blocks.cpp), at about the same size. The kernel
 unpacks each weight to the float that the format defines, so results equal those of a float layer on dequantised
 weights, bit for bit.
 """
