@@ -22,8 +22,17 @@ from lamella.model_executor.models.rope_json import flat_rotary
 
 KINDS = ("full_attention", "sliding_attention")
 _ROPE_THETA = 10_000.0
-# transformers' names -> ours. gelu_new is the same formula as gelu_pytorch_tanh.
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+# transformers' names (activations.py) -> ours. Some are one formula in several spellings.
+_ACTIVATIONS = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(
+        ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_tanh"
+    ),
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
 
 _PRE_NORMS = NormPlaces()
 
