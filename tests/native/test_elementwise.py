@@ -155,7 +155,9 @@ class TestGatedActivation:
         assert gated_activation(torch.empty(0, 18), "silu").shape == (0, 9)
 
     def test_errors(self):
-        with pytest.raises(InvariantError, match=r"kind='tanh' is not an activation; choose one of gelu_tanh, silu, gelu"):
+        with pytest.raises(
+            InvariantError, match=r"kind='tanh' is not an activation; choose one of gelu_tanh, silu, gelu"
+        ):
             gated_activation(random(2, 8), "tanh")
         with pytest.raises(InvariantError, match=r"gate_up has shape \[2, 7\]; it must be \[tokens, an even width\]"):
             gated_activation(random(2, 7), "silu")

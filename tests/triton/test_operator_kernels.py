@@ -91,7 +91,8 @@ def test_layer_norms(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "row",
     pairwise(
-        ROWS | {"activation": list(activation.ACTIVATIONS), "has_factor": [True, False], "bias_dtype": [None, torch.float32]}
+        ROWS
+        | {"activation": list(activation.ACTIVATIONS), "has_factor": [True, False], "bias_dtype": [None, torch.float32]}
     ),
     ids=label,
 )

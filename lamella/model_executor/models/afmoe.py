@@ -3,11 +3,12 @@ embedding in full layers, and experts beside a shared one."""
 
 from __future__ import annotations
 
-from lamella.model_executor.models.config import GateConfig, ModelConfig, NormPlaces
+from lamella.model_executor.models.config import AROUND, GateConfig, ModelConfig
 from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.experts_json import EXPERTS_LAYER, checked_experts, with_experts
 from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.llama_shape import (
+    SLIDING,
     layer_kinds,
     model_from_json,
     shape_from_json,
@@ -18,30 +19,22 @@ from lamella.model_executor.models.weight_map import HEAD_NORMS, WeightMap
 
 # What transformers 5.24's AfmoeConfig fills in.
 _DEFAULTS = {
-    "vocab_size": 200192,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "head_dim": 128,
-    "max_position_embeddings": 16384,
-    "rms_norm_eps": 1e-5,
-}
+    "vocab_size": 200192, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "head_dim": 128, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 _NUM_EXPERTS, _TOP_K, _EXPERT_WIDTH, _NUM_SHARED, _NUM_DENSE = 64, 6, 1408, 2, 1
 _WINDOW, _FULL_EVERY, _FLOOR = 1024, 4, 1e-20
-_NORMS = NormPlaces(input=True, post_attention=True, mlp=True, post_mlp=True)
 
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
     """`route_norm` of older files changes nothing in transformers: weights are always renormalised."""
-    shape = shape_from_json(text, _DEFAULTS, attention_bias=True, qk_norm="heads", norms=_NORMS)
+    shape = shape_from_json(text, _DEFAULTS, attention_bias=True, qk_norm="heads", norms=AROUND)
     every = text.integer("global_attn_every_n_layers", _FULL_EVERY)
     kinds = layer_kinds(text, shape.num_layers, lambda layer: (layer + 1) % every == 0)
     window = window_of_sliding(text, kinds, _WINDOW)
     gate = GateConfig("sigmoid", is_per_head=False)
     layers = [
-        shape.layer(window, gate=gate) if kind == "sliding_attention" else shape.layer(gate=gate, rotary=None)
-        for kind in kinds
+        shape.layer(window, gate=gate) if kind == SLIDING else shape.layer(gate=gate, rotary=None) for kind in kinds
     ]
     width = text.integer("moe_intermediate_size", _EXPERT_WIDTH)
     router = RouterConfig(

@@ -9,7 +9,6 @@ from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.experts_json import EXPERTS_LAYER, checked_experts, sparse_kinds, with_experts
 from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.llama_shape import (
-    KINDS,
     head_size,
     layer_kinds,
     model_from_json,
@@ -18,20 +17,14 @@ from lamella.model_executor.models.llama_shape import (
     with_default,
 )
 from lamella.model_executor.models.mlp_config import MLPConfig, RouterConfig
-from lamella.model_executor.models.rope_json import rotary_of_kind
+from lamella.model_executor.models.rope_json import rotaries_by_kind
 from lamella.model_executor.models.weight_map import HEAD_NORMS, WeightMap
 
 # What transformers 5.24's LagunaConfig fills in.
 _DEFAULTS = {
-    "vocab_size": 100352,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 48,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-}
+    "vocab_size": 100352, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 40,
+    "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
+}  # fmt: skip
 _NUM_EXPERTS, _TOP_K, _WIDTH, _WINDOW = 256, 8, 512, 512
 # Of each kind of layer: theta, and the part of a head that turns.
 _ROTARY = {"full_attention": (500_000.0, 0.5), "sliding_attention": (10_000.0, 1.0)}
@@ -41,11 +34,8 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
     num_layers, head_dim = with_default(text, _DEFAULTS, "num_hidden_layers"), head_size(text, _DEFAULTS)
     max_positions = with_default(text, _DEFAULTS, "max_position_embeddings")
     kinds = layer_kinds(text, num_layers, lambda layer: True)
-    rotaries = {}
-    for kind in KINDS:
-        theta, part = _ROTARY[kind]
-        default = RotaryConfig(int(head_dim * part), theta)
-        rotaries[kind] = rotary_of_kind(text, kind, kinds, head_dim, default, max_positions=max_positions)
+    defaults = {kind: RotaryConfig(int(head_dim * part), theta) for kind, (theta, part) in _ROTARY.items()}
+    rotaries = rotaries_by_kind(text, kinds, head_dim, defaults, max_positions=max_positions)
     shape = shape_from_json(text, _DEFAULTS, rotary=rotaries["full_attention"], attention_bias=True, qk_norm="heads")
     heads = (shape.num_heads,) * num_layers
     if text.fields.has_value("num_attention_heads_per_layer"):

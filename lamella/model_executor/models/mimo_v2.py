@@ -14,7 +14,6 @@ from lamella.model_executor.models.experts_json import (
 )
 from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.llama_shape import (
-    KINDS,
     head_size,
     layer_kinds,
     model_from_json,
@@ -22,22 +21,15 @@ from lamella.model_executor.models.llama_shape import (
     with_default,
 )
 from lamella.model_executor.models.mlp_config import MLPConfig, RouterConfig
-from lamella.model_executor.models.rope_json import rotary_of_kind
+from lamella.model_executor.models.rope_json import rotaries_by_kind
 from lamella.model_executor.models.weight_map import WeightMap
 
 # What transformers 5.24's MiMoV2FlashConfig fills in.
 _DEFAULTS = {
-    "vocab_size": 152576,
-    "hidden_size": 4096,
-    "intermediate_size": 16384,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 192,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-}
+    "vocab_size": 152576, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48,
+    "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "bos_token_id": 1,
+}  # fmt: skip
 _NUM_EXPERTS, _TOP_K, _EXPERT_WIDTH, _V_DIM, _WINDOW, _VALUE_SCALE = 256, 8, 2048, 128, 129, 0.707
 _FULL_EVERY = 6
 _THETA = {"full_attention": 5_000_000.0, "sliding_attention": 10_000.0}
@@ -50,17 +42,8 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
     num_layers = with_default(text, _DEFAULTS, "num_hidden_layers")
     kinds = layer_kinds(text, num_layers, lambda layer: layer == 0 or (layer + 1) % _FULL_EVERY == 0)
     head_dim, max_positions = head_size(text, _DEFAULTS), with_default(text, _DEFAULTS, "max_position_embeddings")
-    rotaries = {
-        kind: rotary_of_kind(
-            text,
-            kind,
-            kinds,
-            head_dim,
-            RotaryConfig(int(head_dim * _PARTIAL), _THETA[kind]),
-            max_positions=max_positions,
-        )
-        for kind in KINDS
-    }
+    defaults = {kind: RotaryConfig(int(head_dim * _PARTIAL), theta) for kind, theta in _THETA.items()}
+    rotaries = rotaries_by_kind(text, kinds, head_dim, defaults, max_positions=max_positions)
     shape = shape_from_json(
         text, _DEFAULTS, rotary=rotaries["full_attention"], qkv_bias=text.boolean("attention_bias", False)
     )
