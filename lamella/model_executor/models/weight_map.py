@@ -65,11 +65,11 @@ TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_mod
 TOWERS = {
     "vision_tower.": "the vision tower",
     "vision_model.": "the vision tower",
-    "multi_modal_projector.": "the projector of images",
-    "vit_large_projector.": "the projector of images",
-    "embed_vision.": "the projector of images",
+    "multi_modal_projector.": "the multimodal projector",
+    "vit_large_projector.": "the vision projector",
+    "embed_vision.": "the vision projector",
     "audio_tower.": "the audio tower",
-    "embed_audio.": "the projector of sounds",
+    "embed_audio.": "the audio projector",
 }
 GGUF_DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 # What stands before the names of tensors that belong to a file's towers, which are usually files of their own (mmproj).
