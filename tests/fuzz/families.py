@@ -63,7 +63,7 @@ def _pack_experts(folder: Path) -> None:
 def expected_scores(kind: str, folder: Path, tokens: list[int], num_scored: int) -> torch.Tensor:
     """transformers' log-probabilities before each of the last `num_scored` of `tokens`, float32 [num_scored,
     vocab_size]. Raises whatever transformers raises."""
-    model = _qwen3_experts(folder / "model.gguf") if kind == "expert_gguf" else _folder_model(folder)
+    model = _qwen3_experts(folder / "model.gguf") if kind == "expert_gguf" else _folder_model(kind, folder)
     with torch.inference_mode():
         logits = model.eval()(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
     return torch.log_softmax(logits[-num_scored - 1 : -1], dim=-1)
@@ -77,7 +77,11 @@ _ASIDE = (
 )
 
 
-def _folder_model(folder: Path) -> Any:
+# What transformers goes by, for files that lack it: `architectures` alone says it, too.
+_MODEL_TYPES = {"mxfp4": "gpt_oss", "rope": "llama"}
+
+
+def _folder_model(kind: str, folder: Path) -> Any:
     """transformers' model of a folder; MXFP4 blocks as floats, by its own function."""
     from transformers import AutoModelForCausalLM
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -89,6 +93,8 @@ def _folder_model(folder: Path) -> Any:
         tensors[stem] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
     given = json.loads((folder / "config.json").read_text("utf-8"))
     config = {key: value for key, value in given.items() if key not in _ASIDE}
+    if config.get("model_type") is None and kind in _MODEL_TYPES:
+        config["model_type"] = _MODEL_TYPES[kind]
     with tempfile.TemporaryDirectory() as copy:
         save_file(tensors, Path(copy) / "model.safetensors", metadata={"format": "pt"})
         (Path(copy) / "config.json").write_text(json.dumps(config), "utf-8")

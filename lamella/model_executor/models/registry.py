@@ -106,9 +106,11 @@ def parse_config(fields: TypedFields, end_token_ids: tuple[int, ...] | None = No
     for name in names:
         for family in FAMILIES:
             if name in family.architectures:
+                _require_one_model(config, [family])
                 return family.config_from_json(config, config, end_token_ids)
         wrapped = [family for family in FAMILIES if name in family.multimodal_architectures]
         if wrapped:
+            _require_one_model(config, wrapped)
             if not fields.has_value("text_config"):
                 raise ModelLoadError(
                     f"{fields.place} is for {name} but has no text_config, which describes the text model"
@@ -119,6 +121,18 @@ def parse_config(fields: TypedFields, end_token_ids: tuple[int, ...] | None = No
         f"{fields.place}: architecture {names[0] if names else '(none named)'} is not known; "
         f"known: {known_architectures()}"
     )
+
+
+def _require_one_model(config: ConfigJson, families: list[Family]) -> None:
+    """Raise ModelLoadError where `architectures` names one of these, and `model_type`, by which transformers goes, is
+    not theirs: what such a file describes is a guess."""
+    model_type = config.fields.optional_string("model_type")
+    known = {name for family in families for name in (*family.architectures, *family.multimodal_architectures)}
+    if model_type is not None and model_type not in known:
+        raise ModelLoadError(
+            f"{config.fields.place}: model_type={shown(model_type)} is no model of architectures="
+            f"{list(config.names()[:-1])}; they must name the same one"
+        )
 
 
 def _of_text(families: list[Family], text: ConfigJson) -> Family:

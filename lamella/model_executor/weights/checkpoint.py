@@ -7,7 +7,7 @@ The names are those that a family of models gives its parameters ("layers.0.self
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -123,12 +123,13 @@ class SafetensorsCheckpoint:
         self.tensors: dict[str, CheckpointTensor] = {}
         self.left_out: Counter[str] = Counter()
         self._paths: dict[str, Path] = {}  # of stored tensors
+        entries: dict[str, SafetensorsEntry] = {}  # of stored tensors, too
         for path in paths:
             for stored_name, entry in read_safetensors_header(path).items():
                 if (family := names.left_out(stored_name)) is not None:
                     self.left_out[family] += 1
                     continue
-                self._paths[stored_name] = path
+                self._paths[stored_name], entries[stored_name] = path, entry
                 for name, tensor in _stored_tensors(stored_name, entry, names):
                     if name in self.tensors:
                         other = self.tensors[name].stored_name
@@ -137,7 +138,7 @@ class SafetensorsCheckpoint:
                             "the files"
                         )
                     self.tensors[name] = tensor
-        self._take_scales()
+        self._take_scales(entries)
         try:
             self._files = {path: safe_open(path, framework="pt") for path in paths}
         except (SafetensorError, OSError) as error:
@@ -162,14 +163,14 @@ class SafetensorsCheckpoint:
         """ggml's name of the storage format; "F32" for all but MXFP4, which is what the others are read as."""
         return "F32" if self.tensors[name].scales_name is None else "MXFP4"
 
-    def _take_scales(self) -> None:
-        """The scales of MXFP4 blocks are no tensors of the model's own."""
+    def _take_scales(self, entries: Mapping[str, SafetensorsEntry]) -> None:
+        """The scales of MXFP4 blocks are no tensors of the model's own. entries: all stored tensors by name."""
         scales_names = {tensor.scales_name for tensor in self.tensors.values() if tensor.scales_name is not None}
         for name, tensor in list(self.tensors.items()):
             if tensor.stored_name in scales_names:
                 del self.tensors[name]
-            elif tensor.scales_name is not None and tensor.scales_name not in self._paths:
-                problem = f"{tensor.stored_name}: {tensor.scales_name}, the scales of its blocks, is missing"
+            elif tensor.scales_name is not None and tensor.problem is None:
+                problem = _scales_problem(tensor.stored_name, tensor.scales_name, entries)
                 self.tensors[name] = replace(tensor, problem=problem)
 
     def _mxfp4(self, tensor: CheckpointTensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,6 +190,18 @@ class SafetensorsCheckpoint:
             torch.equal(self.read_rows(first, *piece).float(), self.read_rows(second, *piece).float())
             for piece in _pieces(shape)
         )
+
+
+def _scales_problem(blocks_name: str, scales_name: str, entries: Mapping[str, SafetensorsEntry]) -> str | None:
+    """Why the scales of MXFP4 blocks cannot be theirs; None: they are, one byte for each block."""
+    if scales_name not in entries:
+        return f"{blocks_name}: {scales_name}, the scales of its blocks, is missing"
+    scales, shape = entries[scales_name], entries[blocks_name].shape[:-1]
+    if scales.dtype_name != "U8":
+        return f"{scales_name}: dtype {scales.dtype_name} is not read; known: U8"
+    if scales.shape != shape:
+        return f"{scales_name} has shape {list(scales.shape)}; the blocks of {blocks_name} have scales {list(shape)}"
+    return None
 
 
 def _stored_tensors(

@@ -63,8 +63,19 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones():
 
 
 def test_the_first_name_that_is_known_decides():
-    fields = {"architectures": ["SomethingNew", "Qwen2ForCausalLM"], "model_type": "llama"}
+    fields = {"architectures": ["SomethingNew", "Qwen2ForCausalLM"], "model_type": "qwen2"}
     assert parse_config(TypedFields(fields, "config.json")).architecture == "qwen2"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "5.24.0"])
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Mistral3ForConditionalGeneration"])
+def test_two_names_that_contradict_each_other(model_type, architecture):
+    """transformers goes by model_type alone; vLLM by architectures: nobody knows what such a file describes."""
+    fields = {"architectures": [architecture], "model_type": model_type, "text_config": {"model_type": "mistral"}}
+    with pytest.raises(
+        ModelLoadError, match=f"model_type='{model_type}' is no model of architectures=.'{architecture}"
+    ):
+        parse_config(TypedFields(fields, "config.json"))
 
 
 def test_a_multimodal_config_needs_its_text_part():

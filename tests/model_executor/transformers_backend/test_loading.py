@@ -102,6 +102,15 @@ def test_longrope_is_served_as_far_as_one_text_does_not_change_anothers_embeddin
         LLM(str(tmp_path), **{**ENGINE, "max_model_len": 65})
 
 
+@pytest.mark.parametrize("length", [10**38, 2**30 + 1, 0, "64"])
+def test_lengths_that_no_model_has(tmp_path, length):
+    save_random_model(tmp_path, "olmo2")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": length}))
+    with pytest.raises(ModelLoadError, match=r"config.json.*max_position_embeddings"):
+        LLM(str(tmp_path), **ENGINE)
+
+
 def test_random_weights_need_no_files(tmp_path):
     random_config("olmo2").save_pretrained(tmp_path)
     save_random_model(tmp_path / "other", "olmo2")

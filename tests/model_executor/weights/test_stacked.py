@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,27 @@ def test_scales_that_are_missing(tmp_path):
     problem = checkpoint.tensors["layers.0.mlp.experts.1.down_proj.weight"].problem
     assert problem is not None
     assert "down_proj_scales, the scales of its blocks, is missing" in problem
+
+
+@pytest.mark.parametrize(
+    ("scales", "told"),
+    [
+        (
+            torch.zeros(2, 4, 2, dtype=torch.uint8),
+            r"down_proj_scales has shape \[2, 4, 2\]; the blocks of .* \[2, 4, 1\]",
+        ),
+        (torch.zeros(2, 3, 1, dtype=torch.uint8), r"down_proj_scales has shape \[2, 3, 1\]"),
+        (torch.zeros(2, 4, 1, dtype=torch.int8), "down_proj_scales: dtype I8 is not read; known: U8"),
+    ],
+)
+def test_scales_that_are_not_those_of_the_blocks(tmp_path, scales, told):
+    names = next(family.weights for family in FAMILIES if family.name == "gpt_oss")
+    blocks, _ = blocks_and_scales(2, 4, 1)
+    stem = "model.layers.0.mlp.experts.down_proj"
+    save_file({f"{stem}_blocks": blocks, f"{stem}_scales": scales}, tmp_path / "model.safetensors")
+    checkpoint = SafetensorsCheckpoint([tmp_path / "model.safetensors"], names)
+    problem = checkpoint.tensors["layers.0.mlp.experts.1.down_proj.weight"].problem
+    assert re.search(told, problem)
 
 
 def test_layers_behind_the_last_one_are_left_out(tmp_path):

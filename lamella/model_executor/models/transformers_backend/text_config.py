@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lamella.errors import ModelLoadError
+from lamella.model_executor.models.config_ranges import POSITIONS, VOCABULARY
 from lamella.model_executor.models.typed_fields import is_integer, shown
 
 logger = logging.getLogger(__name__)
@@ -104,9 +105,12 @@ def served_config(config: Any, place: object, end_token_ids: tuple[int, ...] | N
         given = getattr(config, "eos_token_id", None)
         end_ids = () if given is None else tuple(given) if isinstance(given, (list, tuple)) else (given,)
     length = getattr(config, "max_position_embeddings", None)
-    for name, value in (("vocab_size", config.vocab_size), ("max_position_embeddings", length)):
-        if not is_integer(value) or value < 1:
-            raise ModelLoadError(f"{place}: {name}={shown(value)}: must be a positive number")
+    for name, value, (low, high) in (
+        ("vocab_size", config.vocab_size, VOCABULARY),
+        ("max_position_embeddings", length, POSITIONS),
+    ):
+        if not is_integer(value) or not low <= value <= high:
+            raise ModelLoadError(f"{place}: {name}={shown(value)}: must be a whole number from {low} to {high}")
     # Ids that no token has come from defaults of config classes; nothing can end with them.
     end_ids = tuple(each for each in end_ids if is_integer(each) and 0 <= each < config.vocab_size)
     assert isinstance(length, int)
