@@ -71,8 +71,7 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
         raise text.refuse("_sliding_window_pattern", "transformers reads sliding_window_pattern; write that")
     kinds = layer_kinds(text, shape.num_layers, lambda layer: (layer + 1) % period == 0)
     # transformers masks 0 <= q - k < sliding_window for Gemma 3: the query itself is counted already.
-    window = window_of_sliding(text, kinds, _WINDOW)
-    layers = tuple(shape.layer(window if kind == SLIDING else None, rotary=rotaries[kind]) for kind in kinds)
+    layers = shape.layers(kinds, window_of_sliding(text, kinds, _WINDOW), rotaries)
     return model_from_json(
         text,
         _DEFAULTS,

@@ -174,6 +174,6 @@ GEMMA4 = Family(
             "experts.down_proj": ExpertStack(("down_proj",)),
         },
         prefixes=TEXT_PREFIXES,
-        other_parts=TOWERS,
+        other_parts={**TOWERS, "audio_tower.": "the audio tower", "embed_audio.": "the audio projector"},
     ),
 )

@@ -3,7 +3,7 @@ one rotary embedding, and layers that differ in little else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,9 +62,22 @@ class LlamaShape:
     def with_scale(self, scale: float) -> LlamaShape:
         return replace(self, scale=scale)
 
-    def layers(self, kinds: Iterable[str], window_tokens: int | None, **attention: Any) -> tuple[LayerConfig, ...]:
-        """A layer of each of these kinds; the sliding ones have the window. attention: as for `layer`."""
-        return tuple(self.layer(window_tokens if kind == SLIDING else None, **attention) for kind in kinds)
+    def layers(
+        self,
+        kinds: Sequence[str],
+        window_tokens: int | None,
+        rotaries: Mapping[str, RotaryConfig] | None = None,
+        **attention: Any,
+    ) -> tuple[LayerConfig, ...]:
+        """A layer of each of these kinds, those of one kind being one object; the sliding ones have the window.
+        rotaries: of each kind, where that makes a difference. attention: as for `layer`."""
+
+        def of(kind: str) -> LayerConfig:
+            own = attention if rotaries is None else {**attention, "rotary": rotaries[kind]}
+            return self.layer(window_tokens if kind == SLIDING else None, **own)
+
+        built = {kind: of(kind) for kind in set(kinds)}
+        return tuple(built[kind] for kind in kinds)
 
     def layer(self, window_tokens: int | None = None, **attention: Any) -> LayerConfig:
         """A layer with a sliding window of so many keys, the query's own included; None: full attention. attention:

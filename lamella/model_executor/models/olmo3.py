@@ -57,8 +57,7 @@ def config_of_3_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: t
         text, _DEFAULTS, rotary=rotaries[FULL], attention_bias=True, qk_norm="projection", norms=BEHIND
     )
     kinds = layer_kinds(text, shape.num_layers, lambda layer: (layer + 1) % _FULL_EVERY == 0)
-    window = window_of_sliding(text, kinds, _WINDOW)
-    layers = tuple(shape.layer(window if kind == SLIDING else None, rotary=rotaries[kind]) for kind in kinds)
+    layers = shape.layers(kinds, window_of_sliding(text, kinds, _WINDOW), rotaries)
     return model_from_json(text, _DEFAULTS, end_token_ids, "olmo3", shape, layers)
 
 

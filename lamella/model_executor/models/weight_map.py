@@ -68,8 +68,6 @@ TOWERS = {
     "multi_modal_projector.": "the multimodal projector",
     "vit_large_projector.": "the vision projector",
     "embed_vision.": "the vision projector",
-    "audio_tower.": "the audio tower",
-    "embed_audio.": "the audio projector",
 }
 GGUF_DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 # What stands before the names of tensors that belong to a file's towers, which are usually files of their own (mmproj).
