@@ -49,16 +49,20 @@ def make_experts(kind: str, *, scales_input: bool = False, has_shared: bool = Fa
     return experts, one_by_one
 
 
+ACTIVATIONS = {
+    "silu": lambda x, slope: x * (x * slope).sigmoid(),
+    "gelu_tanh": lambda x, _: functional.gelu(x, approximate="tanh"),
+    "gelu": lambda x, _: functional.gelu(x),
+    "relu_squared": lambda x, _: x.clamp(min=0) ** 2,
+}
+
+
 def activated(gate_up: torch.Tensor, gate: Gate) -> torch.Tensor:
     value, up = gate_up.chunk(2, dim=1)
     limit = gate.limit or float("inf")
     if not gate.limits_activated:
         value = value.clamp(max=limit)
-    value = (
-        value * (value * gate.slope).sigmoid()
-        if gate.activation == "silu"
-        else functional.gelu(value, approximate="tanh")
-    )
+    value = ACTIVATIONS[gate.activation](value, gate.slope)
     if gate.limits_activated:
         value = value.clamp(max=limit)
     return value * (up.clamp(-limit, limit) + gate.up_offset)
@@ -72,6 +76,8 @@ def activated(gate_up: torch.Tensor, gate: Gate) -> torch.Tensor:
         (True, True, Gate("gelu_tanh")),
         (False, True, Gate("silu", 7.0, False, 1.702, 1.0)),
         (False, False, Gate("silu", 3.0, True)),
+        (False, True, Gate("gelu", 2.0, True)),
+        (True, False, Gate("relu_squared")),
     ],
 )
 def test_experts_are_their_kernels(kind, scales_input, has_shared, gate):

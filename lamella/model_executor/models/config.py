@@ -168,6 +168,10 @@ class NormPlaces:
     post_mlp: bool = False
 
 
+AROUND = NormPlaces(input=True, post_attention=True, mlp=True, post_mlp=True)
+BEHIND = NormPlaces(input=False, post_attention=True, mlp=False, post_mlp=True)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """is_parallel: the MLP reads what attention reads, and both join the residual stream at once; there is no norm of

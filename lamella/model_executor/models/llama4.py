@@ -10,8 +10,9 @@ from lamella.model_executor.models.config import LayerConfig, ModelConfig, Query
 from lamella.model_executor.models.config_gguf import ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.experts_gguf import experts_from_gguf, has_experts, with_stored_experts
-from lamella.model_executor.models.experts_json import checked_experts, count_of, layer_numbers, with_experts
+from lamella.model_executor.models.experts_json import checked_experts, count_of, with_experts
 from lamella.model_executor.models.family import Family
+from lamella.model_executor.models.layer_lists import layer_numbers
 from lamella.model_executor.models.llama_shape import (
     LlamaShape,
     model_from_gguf,
@@ -20,24 +21,15 @@ from lamella.model_executor.models.llama_shape import (
     shape_from_json,
 )
 from lamella.model_executor.models.mlp_config import MLPConfig, RouterConfig
-from lamella.model_executor.models.weight_map import SAFETENSORS_LAYER, WeightMap
+from lamella.model_executor.models.weight_map import SAFETENSORS_LAYER, TEXT_PREFIXES, TOWERS, WeightMap, shared_mlp
 from lamella.model_executor.weights.stacked import ExpertStack
 
 # What transformers 5.24's Llama4TextConfig fills in.
 _DEFAULTS = {
-    "vocab_size": 202048,
-    "hidden_size": 5120,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500_000.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _NUM_EXPERTS, _TOP_K, _DENSE_WIDTH = 16, 1, 16384
 _NO_ROPE_EVERY, _CHUNK, _FLOOR_SCALE, _ATTN_SCALE = 4, 8192, 8192, 0.1
 _EXPERTS_WITHOUT_NORMS = 128
@@ -127,7 +119,6 @@ def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> Model
 
 
 _LAYER = {name.replace("mlp.", "feed_forward."): ours for name, ours in SAFETENSORS_LAYER.items()}
-_SHARED = {f"feed_forward.shared_expert.{each}": f"mlp.shared.{each}" for each in ("gate_proj", "up_proj", "down_proj")}
 
 LLAMA4 = Family(
     name="llama4",
@@ -137,13 +128,13 @@ LLAMA4 = Family(
     config_from_json=config_from_json,
     config_from_gguf=config_from_gguf,
     weights=WeightMap(
-        safetensors_layer=_LAYER | _SHARED | {"feed_forward.router": "mlp.router"},
+        safetensors_layer=_LAYER | shared_mlp("feed_forward.shared_expert") | {"feed_forward.router": "mlp.router"},
         safetensors_stacks={
             "feed_forward.experts.gate_up_proj": ExpertStack(("gate_proj", "up_proj"), is_transposed=True),
             "feed_forward.experts.down_proj": ExpertStack(("down_proj",), is_transposed=True),
         },
-        prefixes=("language_model.model.", "model.language_model.", "language_model.", "model."),
-        other_parts={"vision_model.": "the vision tower", "multi_modal_projector.": "the projector of images"},
+        prefixes=TEXT_PREFIXES,
+        other_parts=TOWERS,
         safetensors_pairs=True,
         gguf_pairs=True,
     ),

@@ -19,7 +19,8 @@ from lamella.model_executor.models.experts_json import (
 )
 from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.llama_shape import (
-    KINDS,
+    FULL,
+    SLIDING,
     head_size,
     layer_kinds,
     model_from_gguf,
@@ -29,25 +30,18 @@ from lamella.model_executor.models.llama_shape import (
     with_default,
 )
 from lamella.model_executor.models.mlp_config import MLPConfig, RouterConfig
-from lamella.model_executor.models.rope_json import rotary_of_kind
+from lamella.model_executor.models.rope_json import rotaries_by_kind
 from lamella.model_executor.models.weight_map import GGUF_LAYER, WeightMap
 
 # What transformers 5.24's MiMoV2FlashConfig fills in.
 _DEFAULTS = {
-    "vocab_size": 152576,
-    "hidden_size": 4096,
-    "intermediate_size": 16384,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 192,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-}
+    "vocab_size": 152576, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48,
+    "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "bos_token_id": 1,
+}  # fmt: skip
 _NUM_EXPERTS, _TOP_K, _EXPERT_WIDTH, _V_DIM, _WINDOW, _VALUE_SCALE = 256, 8, 2048, 128, 129, 0.707
 _FULL_EVERY = 6
-_THETA = {"full_attention": 5_000_000.0, "sliding_attention": 10_000.0}
+_THETA = {FULL: 5_000_000.0, SLIDING: 10_000.0}
 _PARTIAL = 0.334
 _FLOOR = 1e-20  # of the sum that weights are divided by
 _ROUTER = RouterConfig(scoring="sigmoid", top_k=1, has_correction=True, is_renormalised=True, renormalised_floor=_FLOOR)
@@ -58,23 +52,10 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
     num_layers = with_default(text, _DEFAULTS, "num_hidden_layers")
     kinds = layer_kinds(text, num_layers, lambda layer: layer == 0 or (layer + 1) % _FULL_EVERY == 0)
     head_dim, max_positions = head_size(text, _DEFAULTS), with_default(text, _DEFAULTS, "max_position_embeddings")
-    rotaries = {
-        kind: _in_pairs(
-            rotary_of_kind(
-                text,
-                kind,
-                kinds,
-                head_dim,
-                RotaryConfig(int(head_dim * _PARTIAL), _THETA[kind]),
-                max_positions=max_positions,
-            ),
-            head_dim,
-        )
-        for kind in KINDS
-    }
-    shape = shape_from_json(
-        text, _DEFAULTS, rotary=rotaries["full_attention"], qkv_bias=text.boolean("attention_bias", False)
-    )
+    defaults = {kind: RotaryConfig(int(head_dim * _PARTIAL), theta) for kind, theta in _THETA.items()}
+    rotaries = rotaries_by_kind(text, kinds, head_dim, defaults, max_positions=max_positions)
+    rotaries = {kind: _in_pairs(rotary, head_dim) for kind, rotary in rotaries.items()}
+    shape = shape_from_json(text, _DEFAULTS, rotary=rotaries[FULL], qkv_bias=text.boolean("attention_bias", False))
     window = text.integer("sliding_window", _WINDOW)
     # This one counts the keys before the query.
     before = text.optional_integer("sliding_window_size")
@@ -84,12 +65,12 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
         value_scale = _VALUE_SCALE
     layers = [
         shape.layer(
-            window if kind == "sliding_attention" else None,
-            num_kv_heads=shape.num_kv_heads * (2 if kind == "sliding_attention" else 1),
+            window if kind == SLIDING else None,
+            num_kv_heads=shape.num_kv_heads * (2 if kind == SLIDING else 1),
             v_dim=text.integer("v_head_dim", _V_DIM),
             rotary=rotaries[kind],
             value_scale=1.0 if value_scale is None else value_scale,
-            has_sinks=kind == "sliding_attention",
+            has_sinks=kind == SLIDING,
         )
         for kind in kinds
     ]
@@ -129,7 +110,7 @@ def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> Model
     shape = shape_from_gguf(config, tensor_names, has_partial=True, has_own_v_dim=True, num_kv_heads=kv_heads[0])
     v_dim, window = config.integer("attention.value_length", shape.head_dim), config.integer("attention.sliding_window")
     slides = config.sliding_pattern(num_stored, _FULL_EVERY)
-    sliding_rotary = config.sliding_rotary(shape.rotary.dim, _THETA["sliding_attention"])
+    sliding_rotary = config.sliding_rotary(shape.rotary.dim, _THETA[SLIDING])
     value_scale = _gguf_value_scale(config)
     layers = [
         shape.layer(

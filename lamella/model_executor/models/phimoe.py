@@ -27,18 +27,10 @@ from lamella.model_executor.models.weight_map import WeightMap
 
 # What transformers 5.24's PhimoeConfig fills in.
 _DEFAULTS = {
-    "vocab_size": 32064,
-    "hidden_size": 4096,
-    "intermediate_size": 6400,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1_000_000.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 32064, "hidden_size": 4096, "intermediate_size": 6400, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _NUM_EXPERTS, _TOP_K, _JITTER = 16, 2, 0.01
 # Of the published model: its lengths, and its factor of cosines and sines, which is not what these lengths give.
 _POSITIONS, _ORIGINAL_POSITIONS, _PUBLISHED_MAGNITUDE = 131072, 4096, 1.243163121016122
@@ -47,7 +39,7 @@ _POSITIONS, _ORIGINAL_POSITIONS, _PUBLISHED_MAGNITUDE = 131072, 4096, 1.24316312
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
     """transformers picks two experts whatever num_experts_per_tok says."""
     if text.integer("num_experts_per_tok", _TOP_K) != _TOP_K:
-        raise text.refuse("num_experts_per_tok", f"the sparse mixer picks {_TOP_K}, in transformers too; write that")
+        raise text.not_built("num_experts_per_tok", f"the sparse mixer picks {_TOP_K}, in transformers too; write that")
     shape = shape_from_json(text, _DEFAULTS, rotary=_rotary(text), attention_bias=True)
     router = RouterConfig(scoring="sparse_mixer", top_k=_TOP_K, jitter=text.number("router_jitter_noise", _JITTER))
     num_experts = count_of(text, _NUM_EXPERTS, "num_local_experts")
@@ -83,7 +75,7 @@ def _rotary(text: ConfigJson) -> RotaryConfig:
     parameters = text.object(key).fields
     short, long = (parameters.number(name, above=0.0) for name in ("short_mscale", "long_mscale"))
     if short != long:
-        raise text.object(key).refuse("long_mscale", f"it is built equal to short_mscale, which is {short}")
+        raise text.object(key).not_built("long_mscale", f"it is built equal to short_mscale, which is {short}")
     scaling = replace(rotary.scaling, long_divisors=rotary.scaling.short_divisors)
     return replace(rotary, scaling=scaling, magnitude=short)
 

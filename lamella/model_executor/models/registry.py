@@ -15,8 +15,9 @@ from lamella.model_executor.models.gemma2 import GEMMA2, VAULTGEMMA
 from lamella.model_executor.models.gemma3 import GEMMA3
 from lamella.model_executor.models.gemma4 import GEMMA4
 from lamella.model_executor.models.gpt_oss import GPT_OSS
-from lamella.model_executor.models.granite import GRANITE, GRANITE_SWA
+from lamella.model_executor.models.granite import GRANITE
 from lamella.model_executor.models.granite_moe import GRANITE_MOE
+from lamella.model_executor.models.granite_swa import GRANITE_SWA
 from lamella.model_executor.models.laguna import LAGUNA
 from lamella.model_executor.models.llama import LLAMA
 from lamella.model_executor.models.llama4 import LLAMA4

@@ -31,7 +31,7 @@ struct Meter {
 // gate_up [num_rows][2 * width], gate first -> out [num_rows][width].
 static inline void apply_gate(const Gate& gate, const float* gate_up, int64_t num_rows, int64_t width, float* out) {
     if (gate.limit > 0.0f) return lamella_gated_clamped(&gate, gate_up, 2 * width, num_rows, width, out);
-    (gate.is_silu ? lamella_gated_silu : lamella_gated_gelu_tanh)(gate_up, 2 * width, num_rows, width, out);
+    lamella_gated(gate.activation, gate_up, 2 * width, num_rows, width, out);
 }
 
 // x [num_rows][width] -> out [num_rows][width]; num_rows is 1 or more. The router reads `routed`, of x's shape.
