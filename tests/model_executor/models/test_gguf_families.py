@@ -14,8 +14,8 @@ from lamella.model_executor.models.registry import parse_config, parse_gguf_conf
 from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.weights.gguf_header import read_gguf_header
 from tests.helpers.random_gguf import save_random_gguf
+from tests.helpers.random_gguf_configs import config_of
 from tests.helpers.random_models import random_model
-from tests.parity.test_models_gguf import config_of
 
 
 @pytest.fixture(scope="module")
