@@ -1,17 +1,20 @@
 """Experts on the CPU: how fast their weights are read for one token, and a whole model of GPT-OSS's shape.
 
+    python benchmarks/benchmark_experts.py decode --threads 2 --folder FOLDER
     python benchmarks/benchmark_experts.py layers --threads 2 --kind float32 --kind int8 --kind MXFP4
     python benchmarks/benchmark_experts.py model --threads 2 --transformers
 
-`layers` times expert layers alone, each with weights of its own, one after the other as in a decode step, for tokens
-whose experts vary. Its figure is the bytes of the weights that were active, each counted once for a step, divided by
-the time in the layers, beside what memory can be read at in the same run; both take turns. With one thread it is the
-processor's time that counts, so other processes matter less. `model` writes a model with random weights and about a
-thousand million parameters to a folder, and runs prompts and decodes through the engine.
+All figures of the first two are the bytes of the weights that were active, each counted once for a step, divided by the
+time in expert layers, beside what memory can be read at in the same run; both take turns. With one thread it is the
+processor's time that counts, so other processes matter less. `decode` is one request of a model with random weights and
+about a thousand million parameters, whose steps of one token the engine runs; the layers count their time themselves.
+Models of all kinds take turns, step by step. `layers` times expert layers alone, each with weights of its own, one
+after the other, for tokens whose experts vary. `model` runs prompts and decodes of such a model through the engine.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 import time
@@ -28,12 +31,13 @@ from lamella.native.experts import Experts, RoutingRule, route
 from lamella.native.gguf_linear import pack_gguf
 from lamella.native.int8 import quantize_int8
 from lamella.native.layer_linear import LinearLayer, Weight
-from lamella.native.library import load_library
+from lamella.native.library import NativeLibrary, load_library
 from lamella.native.linear import pack_weight
 from lamella.native.mlp import Gate
 
 HIDDEN, WIDTH, NUM_EXPERTS, TOP_K, NUM_LAYERS = 1024, 1024, 32, 4, 8
-BYTES_PER_WEIGHT = {"float32": 4.0, "int8": 1.0, "w8a8": 1.0, "MXFP4": 11 / 16}  # kept as Q5_0: 22 bytes for 32
+BYTES_PER_WEIGHT = {"float32": 4.0, "int8": 1.0, "w8a8": 1.0, "MXFP4": 17 / 32}
+EXPERT_WEIGHTS = 3 * HIDDEN * WIDTH
 GPT_OSS = Gate("silu", 7.0, False, 1.702, 1.0)
 MODEL = {
     "vocab_size": 32768,
@@ -60,7 +64,7 @@ def main() -> None:
 def stored(kind: str, num_out: int, num_in: int, generator: torch.Generator) -> Weight:
     if kind == "MXFP4":
         blocks = torch.randint(0, 256, (num_out, num_in // 32, 17), dtype=torch.uint8, generator=generator)
-        blocks[..., 0] = 120  # 2^-7
+        blocks[..., 0] = torch.randint(118, 121, blocks.shape[:2], dtype=torch.uint8, generator=generator)
         return pack_gguf(blocks.flatten(1).numpy(), kind)
     weight = torch.randn(num_out, num_in, generator=generator) * num_in**-0.5
     return pack_weight(weight) if kind == "float32" else quantize_int8(weight)
@@ -103,7 +107,7 @@ def layers_command(kinds: tuple[str, ...], token_counts: tuple[int, ...], thread
                 inputs = [torch.randn(num_tokens, HIDDEN, generator=generator) for _ in layers]
                 chosen = [route(router(x), rule)[0] for (router, _), x in zip(layers, inputs, strict=True)]
                 num_active = sum(len(ids.unique()) for ids in chosen)
-                num_bytes = num_active * 3 * HIDDEN * WIDTH * BYTES_PER_WEIGHT[kind]
+                num_bytes = num_active * EXPERT_WEIGHTS * BYTES_PER_WEIGHT[kind]
                 peaks = Peaks(library)
                 peaks.measure()
                 start = clock()
@@ -119,6 +123,103 @@ def layers_command(kinds: tuple[str, ...], token_counts: tuple[int, ...], thread
                 f"{statistics.median(rates):.1f} | {statistics.median(reads):.1f} | {statistics.median(shares):.0%} | "
                 f"{max(rates) / max(reads):.0%} |"
             )
+
+
+class Decode:
+    """One request of a model, in steps of one token."""
+
+    def __init__(self, folder: Path, kind: str, prompt_tokens: int, num_steps: int) -> None:
+        from lamella import LLM, SamplingParams
+
+        before = {id(each) for each in gc.get_objects() if type(each) is Experts}
+        self.kind = kind
+        self.llm = LLM(
+            str(folder / ("mxfp4" if kind == "MXFP4" else "floats")),
+            dtype="float32",
+            quantization={"float32": "none", "MXFP4": None}.get(kind, kind),
+            max_num_seqs=4,
+            max_model_len=2048,
+            kv_cache_memory_bytes=2**27,
+            cache_dir=folder / "cache",
+        )
+        layers = [each for each in gc.get_objects() if type(each) is Experts and id(each) not in before]
+        if len(layers) != NUM_LAYERS:
+            raise click.ClickException(f"{len(layers)} layers have experts; {NUM_LAYERS} should")
+        ids = np.random.default_rng(0).integers(2, MODEL["vocab_size"], prompt_tokens).tolist()
+        params = SamplingParams(temperature=1.0, seed=1, max_tokens=num_steps + 1, ignore_eos=True, detokenize=False)
+        self.llm.engine.add_request("one", {"prompt_token_ids": ids}, params)
+        self.llm.engine.step()  # the prompt, which goes through all experts: what is mapped is in memory now
+        self._meters = [each.measure() for each in layers]
+        self.passes = torch.zeros(NUM_LAYERS, NUM_EXPERTS, dtype=torch.int64)
+        self.seconds: list[float] = []
+        self.step_seconds: list[float] = []
+        self.rates: list[float] = []
+        self.reads: list[float] = []
+        self.num_bytes = 0.0
+
+    def step(self, library: NativeLibrary) -> None:
+        peaks = Peaks(library)
+        peaks.measure()
+        for meter in self._meters:
+            meter.zero_()
+        start = clock()
+        self.llm.engine.step()
+        self.step_seconds.append(clock() - start)
+        peaks.measure()
+        meters = torch.stack(self._meters)
+        self.passes += meters[:, 2:]
+        num_bytes = int(meters[:, 2:].sum()) * EXPERT_WEIGHTS * BYTES_PER_WEIGHT[self.kind]
+        self.num_bytes += num_bytes
+        self.seconds.append(int(meters[:, 1 if torch.get_num_threads() == 1 else 0].sum()) / 1e9)
+        self.rates.append(num_bytes / self.seconds[-1] / 1e9)
+        self.reads.append(peaks.gigabytes_per_second)
+
+    def row(self) -> str:
+        shares = [rate / read for rate, read in zip(self.rates, self.reads, strict=True)]
+        quartiles = statistics.quantiles(shares, n=4)
+        return (
+            f"| {self.kind} | {torch.get_num_threads()} | {self.num_bytes / len(self.rates) / 1e6:.0f} | "
+            f"{self.num_bytes / 1e9:.1f} | {(self.passes > 0).double().mean():.0%} | "
+            f"{statistics.median(self.step_seconds) * 1e3:.1f} | "
+            f"{statistics.median(self.seconds) * 1e3:.1f} | {statistics.median(self.rates):.1f} | "
+            f"{statistics.median(self.reads):.1f} | "
+            f"{statistics.median(shares):.0%} ({quartiles[0]:.0%} to {quartiles[2]:.0%}) | "
+            f"{max(self.rates) / max(self.reads):.0%} |"
+        )
+
+
+@main.command("decode")
+@click.option(
+    "--kind", "kinds", multiple=True, type=click.Choice(list(BYTES_PER_WEIGHT)), default=list(BYTES_PER_WEIGHT)
+)
+@click.option("--threads", type=int, default=1)
+@click.option("--steps", type=int, default=24)
+@click.option("--prompt", type=int, default=512, help="tokens")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), help="where the models are, or are written; else a temporary one"
+)
+def decode_command(kinds: tuple[str, ...], threads: int, steps: int, prompt: int, folder: Path | None) -> None:
+    torch.set_num_threads(threads)
+    library = load_library()
+    if library is None:
+        raise click.ClickException("there are no native kernels for this processor")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = folder or Path(temporary)
+        if not (folder / "floats" / "config.json").exists():
+            write_model(folder / "floats")
+        if not (folder / "mxfp4" / "config.json").exists():
+            write_mxfp4(folder / "floats", folder / "mxfp4")
+        runs = [Decode(folder, kind, prompt, steps) for kind in kinds]
+        for _ in range(steps):
+            for run in runs:
+                run.step(library)
+        click.echo(
+            "| kind | threads | active, MB a step | GB in all | experts used | step, ms | in experts, ms | GB/s "
+            "| read, GB/s | share, median (quartiles) | best ÷ best |\n|---|---|---|---|---|---|---|---|---|---|---|"
+        )
+        for run in runs:
+            click.echo(run.row())
+            run.llm.close()
 
 
 @main.command("model")
@@ -157,6 +258,23 @@ def write_model(folder: Path) -> None:
     model.save_pretrained(folder)
     words = {f"t{index}": index for index in range(MODEL["vocab_size"])}
     Tokenizer(WordLevel(words, unk_token="t0")).save(str(folder / "tokenizer.json"))
+
+
+def write_mxfp4(floats: Path, folder: Path) -> None:
+    """The model in `floats` with random MXFP4 blocks in place of its experts' weights."""
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(floats / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, columns, rows = tensors.pop(name).shape
+        shape = (num_experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = torch.randint(118, 121, shape, dtype=torch.uint8, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for name in ("tokenizer.json", "config.json"):
+        (folder / name).write_bytes((floats / name).read_bytes())
 
 
 def engines(folder: Path, quantization: str, with_transformers: bool) -> Iterator[tuple[str, Any]]:

@@ -20,6 +20,10 @@ class ModelLoadError(LamellaError, ValueError):
     """A model that cannot be loaded: wrong file, unknown architecture, missing tensor, wrong shape."""
 
 
+class UnbuiltVariantError(ModelLoadError):
+    """A variant that a model's native family does not build, of files that are well formed: other code may run it."""
+
+
 class RequestError(LamellaError, ValueError):
     """A request that is refused; other requests are not touched."""
 

@@ -17,7 +17,7 @@ import torch
 from lamella.attention.choice import choose_backend
 from lamella.attention.contract import AttentionBackend
 from lamella.engine.config import EngineConfig
-from lamella.errors import ConfigError
+from lamella.errors import ConfigError, ModelLoadError, UnbuiltVariantError
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.adapters.adapter_reader import AdapterReader, NativeAdapterReader
 from lamella.model_executor.layers.choice import choose_operators
@@ -66,10 +66,22 @@ class OpenedModel(Protocol):
 
 
 def open_model(model_impl: str, source: ModelSource, *, shows_progress: bool = False) -> OpenedModel:
-    """model_impl: "native", "transformers", or "auto": native where there is a family for the model. Raises
-    ModelLoadError where the model cannot be run so, with the reason."""
-    is_native = model_impl == "native" or (model_impl == "auto" and has_native_family(source))
-    return _NativeModel(source, shows_progress) if is_native else _TransformersBackendModel(source)
+    """model_impl: "native", "transformers", or "auto": native where there is a family for the model that builds its
+    variant, which the log says where there is not. Raises ModelLoadError where the model cannot be run so, with the
+    reason."""
+    if model_impl == "transformers" or (model_impl == "auto" and not has_native_family(source)):
+        return _TransformersBackendModel(source)
+    try:
+        return _NativeModel(source, shows_progress)
+    except UnbuiltVariantError as refusal:
+        if model_impl == "native":
+            raise
+        try:
+            opened = _TransformersBackendModel(source)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{refusal}; and {error}") from error
+        logger.warning("transformers' code runs it, as the native family is not built for it: %s", refusal)
+        return opened
 
 
 class _NativeModel:

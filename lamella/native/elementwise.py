@@ -15,14 +15,14 @@ from lamella.errors import InvariantError
 from lamella.native.arguments import check_contiguous, check_device, check_rows, check_vector, require_library
 from lamella.native.library import Float, Int, Pointer
 
-ACTIVATIONS = ("gelu_tanh", "silu")
+ACTIVATIONS = ("gelu_tanh", "silu", "gelu", "quick_gelu", "relu", "relu_squared")  # by their numbers in kernels.h
 GATES = ("sigmoid", "softplus")
 
 
 class _Kernels(NamedTuple):
     add_norm: Any
-    gated: dict[str, Any]
-    activated: dict[str, Any]
+    gated: Any
+    activated: Any
     layer_norm: Any
     gate_attention: Any
     softcap: Any
@@ -35,10 +35,8 @@ def _kernels() -> _Kernels:
         add_norm=function(
             "add_norm", Pointer, Int, Pointer, Int, Pointer, Pointer, Float, Int, Int, Pointer
         ),
-        gated={kind: function(f"gated_{kind}", Pointer, Int, Int, Int, Pointer) for kind in ACTIVATIONS},
-        activated={
-            kind: function(f"activated_{kind}", Pointer, Int, Pointer, Int, Int, Int, Pointer) for kind in ACTIVATIONS
-        },
+        gated=function("gated", Int, Pointer, Int, Int, Int, Pointer),
+        activated=function("activated", Int, Pointer, Int, Pointer, Int, Int, Int, Pointer),
         layer_norm=function("layer_norm", Pointer, Int, Pointer, Pointer, Float, Int, Int, Pointer),
         gate_attention=function("gate_attention", Pointer, Pointer, Int, Int, Int, Int, Int),
         softcap=function("softcap", Pointer, Int, Float),
@@ -78,23 +76,25 @@ def add_norm(x: Tensor, y: Tensor | None, post_weight: Tensor | None, next_weigh
 
 def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     """activation(gate) * up for `gate_up` [T, 2 F], each row gate [F] then up [F] -> [T, F]. `kind`: ACTIVATIONS."""
-    kernel = _kernels().gated.get(kind)
-    if kernel is None:
-        raise InvariantError(f"kind={kind!r} is not an activation; choose one of {', '.join(ACTIVATIONS)}")
+    number = _number(kind)
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise InvariantError(f"gate_up has shape {list(gate_up.shape)}; it must be [tokens, an even width]")
     num_rows, width = gate_up.shape
     check_rows("gate_up", gate_up, width)
     out = torch.empty(num_rows, width // 2)
-    kernel(gate_up.data_ptr(), gate_up.stride(0), num_rows, width // 2, out.data_ptr())
+    _kernels().gated(number, gate_up.data_ptr(), gate_up.stride(0), num_rows, width // 2, out.data_ptr())
     return out
+
+
+def _number(kind: str) -> int:
+    if kind not in ACTIVATIONS:
+        raise InvariantError(f"kind={kind!r} is not an activation; choose one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS.index(kind)
 
 
 def activated(gate: Tensor, factor: Tensor | None, kind: str) -> Tensor:
     """activation(gate) * factor, or without `factor` activation(gate): each [T, width]. `kind`: ACTIVATIONS."""
-    kernel = _kernels().activated.get(kind)
-    if kernel is None:
-        raise InvariantError(f"kind={kind!r} is not an activation; choose one of {', '.join(ACTIVATIONS)}")
+    number = _number(kind)
     if gate.dim() != 2:
         raise InvariantError(f"gate has shape {list(gate.shape)}; it must be [tokens, width]")
     num_rows, width = gate.shape
@@ -104,8 +104,8 @@ def activated(gate: Tensor, factor: Tensor | None, kind: str) -> Tensor:
         if factor.shape[0] != num_rows:
             raise InvariantError(f"factor has {factor.shape[0]} rows; gate has {num_rows}")
     out = torch.empty(num_rows, width)
-    kernel(
-        gate.data_ptr(), gate.stride(0), None if factor is None else factor.data_ptr(),
+    _kernels().activated(
+        number, gate.data_ptr(), gate.stride(0), None if factor is None else factor.data_ptr(),
         0 if factor is None else factor.stride(0), num_rows, width, out.data_ptr(),
     )  # fmt: skip
     return out

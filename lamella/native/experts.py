@@ -49,6 +49,7 @@ class _ExpertsStructure(ctypes.Structure):
         ("scales_input", Int),
         ("shared", Pointer),
         ("shared_gate", Pointer),
+        ("meter", Pointer),
     )
 
 
@@ -156,7 +157,7 @@ class Experts:
                 raise ConfigError(f"shared_gate has {shared_gate.num_out} outputs; it has 1, beside a shared MLP")
         if widths != {width}:
             raise ConfigError(f"the router takes {width} inputs and the experts {sorted(widths)}; they take the same")
-        self.width = width
+        self.width, self.num_experts = width, count
         # Their memory is what the addresses are of.
         self._kept = (router, rule, tuple(gate_up_projs), tuple(down_projs), shared, shared_gate)
         self._gate_up_projs = (LinearStructure * count)(*(each.structure for each in gate_up_projs))
@@ -170,9 +171,19 @@ class Experts:
             scales_input,
             None if shared is None else ctypes.addressof(shared.structure),
             None if shared_gate is None else ctypes.addressof(shared_gate.structure),
+            None,
         )
+        self._meter: Tensor | None = None
         self.address = ctypes.addressof(self._structure)
         self._call = _functions().experts
+
+    def measure(self) -> Tensor:
+        """From now on, add up what these experts take in every call, inside of a model's layers too: int64
+        [2 + num_experts], which is returned: nanoseconds of the wall clock, nanoseconds of the calling thread's
+        processor time, and for each expert how often its weights were passed over."""
+        self._meter = torch.zeros(2 + self.num_experts, dtype=torch.int64)
+        self._structure.meter = self._meter.data_ptr()
+        return self._meter
 
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """`x` contiguous float32 [T, width] -> [T, width]. A row's result does not depend on the others. routed: as x,

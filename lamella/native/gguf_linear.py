@@ -1,6 +1,6 @@
 """Linear layers straight from the quantised blocks of a GGUF file: no float copy of the weights.
 
-Blocks are repacked once into panels of 16 outputs (csrc/gguf_blocks.cpp), at the same size within 3 %. The kernel
+Blocks are repacked once into panels of 16 outputs (csrc/gguf_blocks.cpp), at about the same size. The kernel
 unpacks each weight to the float that the format defines, so results equal those of a float layer on dequantised
 weights, bit for bit.
 """
@@ -22,6 +22,8 @@ from lamella.native.int8 import ROWS_AT_ONCE, check_activations, check_gathered,
 from lamella.native.library import PANEL, Float, Int, Pointer
 
 GROUP_INPUTS = 32
+_MXFP4_ONE = 127  # the scale 2^0
+_MXFP4_MOST = 252  # 6 times that scale is finite
 
 
 class Format(NamedTuple):
@@ -110,20 +112,21 @@ def _repack_q5_0(blocks: np.ndarray) -> np.ndarray:
 
 
 def _repack_mxfp4(blocks: np.ndarray) -> np.ndarray:
-    """As Q5_0: the numbers doubled are integers of 5 bits, and half of a block's power of two is a float16."""
-    levels = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
-    numbers = levels[np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)]
-    # Whatever scale a block of zeros has; padding has the least one.
-    exponents = np.where(numbers.any(axis=-1), blocks[..., 0].astype(np.int32) - 128, 0)
-    is_too_far = (exponents < -24) | (exponents > 15)
-    if bool(is_too_far.any()):
+    """Groups of four blocks: their scales as bytes, then the codes of each, even inputs before odd ones in a word."""
+    codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)
+    # Whatever scale a block of zeros has; padding has 2^0.
+    scales = np.where((codes & 7).any(axis=-1), blocks[..., 0], _MXFP4_ONE)
+    if bool((scales > _MXFP4_MOST).any()):
         raise ConfigError(
-            f"an MXFP4 block has the scale 2^{exponents[is_too_far][0] + 1}; 2^-23 to 2^16 can be kept, others need "
-            "floats (quantization='none')"
+            f"an MXFP4 block has the scale 2^{int(scales.max()) - _MXFP4_ONE}; the largest of which all numbers are "
+            f"finite floats is 2^{_MXFP4_MOST - _MXFP4_ONE}"
         )
-    scales = np.ldexp(np.float32(1), exponents).astype(np.float16).view(np.uint16).astype(np.uint32)
-    numbers += 16
-    return _pair(scales, np.concatenate([_join(numbers & 15, 4), _join(numbers >> 4, 1)], axis=-1))
+    halves = codes.reshape(*codes.shape[:-1], 4, 4, 2).swapaxes(-2, -1).reshape(codes.shape)
+    words = _join(halves, 4)  # [N, blocks, 4]
+    missing = -scales.shape[1] % 4
+    scales = np.pad(scales, ((0, 0), (0, missing)), constant_values=_MXFP4_ONE).reshape(scales.shape[0], -1, 4)
+    words = np.pad(words, ((0, 0), (0, missing), (0, 0))).reshape(words.shape[0], -1, 16)
+    return np.concatenate([_join(scales, 8), words], axis=-1)
 
 
 def _repack_q5_1(blocks: np.ndarray) -> np.ndarray:
@@ -178,7 +181,7 @@ FORMATS = {
     "Q4_K": Format(12, 256, 144, 256, 37, _repack_q4_k),
     "Q5_K": Format(13, 256, 176, 256, 45, _repack_q5_k),
     "Q6_K": Format(14, 256, 210, 256, 53, _repack_q6_k),
-    "MXFP4": Format(6, 32, 17, 64, 11, _repack_mxfp4),
+    "MXFP4": Format(39, 32, 17, 128, 17, _repack_mxfp4),
 }
 
 

@@ -22,7 +22,7 @@ from lamella.native.library import Float, Int, Pointer
 
 class GateStructure(ctypes.Structure):
     _fields_ = (
-        ("is_silu", Int),
+        ("activation", Int),
         ("limit", Float),
         ("limits_activated", Int),
         ("slope", Float),
@@ -57,7 +57,8 @@ class Gate(NamedTuple):
                 f"limit={self.limit} does not go with slope={self.slope} and up_offset={self.up_offset}; these take a "
                 "positive limit"
             )
-        return GateStructure(self.activation == "silu", self.limit, self.limits_activated, self.slope, self.up_offset)
+        number = ACTIVATIONS.index(self.activation)
+        return GateStructure(number, self.limit, self.limits_activated, self.slope, self.up_offset)
 
 
 class GatedMLP:

@@ -13,7 +13,7 @@ from lamella.native.layer_linear import LinearLayer
 from lamella.native.linear import linear, pack_weight
 from lamella.native.w8a8 import linear_w8a8
 
-KINDS = ["float32", "int8", "w8a8", "gguf"]
+KINDS = ["float32", "int8", "w8a8", "gguf", "mxfp4"]
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -28,6 +28,14 @@ def q8_blocks(num_out: int, num_in: int, seed: int = 0) -> np.ndarray:
     return blocks.reshape(num_out, -1)
 
 
+def mxfp4_blocks(num_out: int, num_in: int, seed: int = 0) -> np.ndarray:
+    """Random numbers, scales of 2^-6 to 2^-3."""
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (num_out, num_in // 32, 17), dtype=np.uint8)
+    blocks[..., 0] = generator.integers(121, 125, blocks.shape[:2])
+    return blocks.reshape(num_out, -1)
+
+
 def make_layer(
     kind: str, num_out: int, num_in: int, seed: int
 ) -> tuple[LinearLayer, Callable[[torch.Tensor], torch.Tensor]]:
@@ -36,8 +44,10 @@ def make_layer(
     if kind == "float32":
         packed = pack_weight(weight)
         return LinearLayer([packed]), lambda x: linear(x, packed)
-    if kind == "gguf":
-        blocks = pack_gguf(q8_blocks(num_out, num_in, seed), "Q8_0")
+    if kind in ("gguf", "mxfp4"):
+        is_mxfp4 = kind == "mxfp4"
+        data = (mxfp4_blocks if is_mxfp4 else q8_blocks)(num_out, num_in, seed)
+        blocks = pack_gguf(data, "MXFP4" if is_mxfp4 else "Q8_0")
         return LinearLayer([blocks]), lambda x: linear_gguf(x, blocks)
     int8 = quantize_int8(weight)
     if kind == "int8":

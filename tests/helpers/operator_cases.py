@@ -6,7 +6,7 @@ is NaN elsewhere; what a kernel must not touch is NaN, too, and must stay so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -26,6 +26,14 @@ RELATIVE = {
     torch.float8_e5m2: 2.0**-3 * 1.01,
 }
 ABSOLUTE = {torch.float8_e4m3fn: 2.0**-10, torch.float8_e5m2: 2.0**-17}  # half a step of the subnormal numbers
+EXACT_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()),
+    "gelu": lambda x: 0.5 * x * torch.erfc(-x / 2**0.5),
+    "quick_gelu": lambda x: x / (1 + (-1.702 * x).exp()),
+    "relu": lambda x: x.clamp(min=0),
+    "relu_squared": lambda x: x.clamp(min=0) ** 2,
+}
 PADDING = 13  # elements around the rows of an input
 
 
@@ -147,10 +155,7 @@ def check_activated(
         options["factor"] = factor
     out = kernels.activation.activated(x, activation, **options)
     assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, x.shape, True)
-    if activation == "silu":
-        expected = sums / (1 + (-sums).exp())
-    else:
-        expected = 0.5 * sums * (1 + ((2 / torch.pi) ** 0.5 * (sums + 0.044715 * sums**3)).tanh())
+    expected = EXACT_ACTIVATIONS[activation](sums)
     assert_near(out, expected * factor.cpu().double() if has_factor else expected)
 
 
@@ -190,11 +195,7 @@ def check_gated(
     out = kernels.activation.gated_activation(gate_up, activation, **options)
     assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, (num_rows, width), True)
     gate, up = sums[:, :width], sums[:, width:]
-    if activation == "silu":
-        activated = gate / (1 + (-gate).exp())
-    else:
-        activated = 0.5 * gate * (1 + ((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh())
-    assert_near(out, activated * up)
+    assert_near(out, EXACT_ACTIVATIONS[activation](gate) * up)
 
 
 def check_softcap(kernels: Kernels, *, width: int, num_rows: int, dtype: torch.dtype, softcap: float) -> None:

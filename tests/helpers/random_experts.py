@@ -91,7 +91,7 @@ def _llama4(draw: Draw) -> Any:
         attn_temperature_tuning=draw.chance(),
         use_qk_norm=draw.chance(),
         attention_bias=draw.chance(),
-        rope_parameters=draw.rope("default", "linear", "llama3"),
+        rope_parameters=draw.rope("default", "linear", "llama3", "yarn"),
         **draw.one_of({}, {"interleave_moe_layer_step": 2}, {"moe_layers": [0, 5]}),
         **draw.one_of({}, {"no_rope_layer_interval": 2}, {"no_rope_layers": [draw.one_of(0, 1) for _ in range(8)]}),
     )
@@ -99,7 +99,7 @@ def _llama4(draw: Draw) -> Any:
 
 def _mimo_v2_flash(draw: Draw) -> Any:
     def rope() -> dict[str, Any]:
-        partial = draw.one_of(0.334, 0.5)
+        partial = draw.one_of(0.334, 0.5, 0.41)  # the last of 32 and of 48 elements is an odd number
         return {"rope_type": "default", "rope_theta": draw.one_of(1e3, 1e4), "partial_rotary_factor": partial}
 
     parameters = {kind: rope() for kind in ("full_attention", "sliding_attention")}

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
 
+from tests.helpers.random_gguf_metadata import (
+    NUM_EXTRA,
+    WITH_EXTRA_LAYERS,
+    metadata,
+    rope_of,
+)
 from tests.helpers.tiny_gguf import tiny_vocabulary
 
 
 class Conversion(NamedTuple):
     """arch: of GGUF. has_pairs: the converter puts the rows of a head's halves in turns. norm_offset: what is added to
-    norms. keys: of the config, more than all have."""
+    norms. experts: how transformers holds gate and up of all experts, which files hold apart: one after the other in
+    rows ("halves") or columns ("columns"), in turns in columns ("interleaved"); "kept": as it is in files, too.
+    table: whose names of tensors the gguf package has; None: arch's own."""
 
     arch: str
     has_pairs: bool = False
     norm_offset: float = 0.0
+    experts: str = "halves"
+    table: str | None = None
 
 
 CONVERSIONS = {
@@ -37,14 +50,48 @@ CONVERSIONS = {
     "mixtral": Conversion("llama", has_pairs=True),
     "qwen2_moe": Conversion("qwen2moe"),
     "qwen3_moe": Conversion("qwen3moe"),
-    "gpt_oss": Conversion("gpt-oss"),
+    "gpt_oss": Conversion("gpt-oss", experts="interleaved"),
+    "gemma4": Conversion("gemma4", experts="kept"),
+    "llama4": Conversion("llama4", experts="columns"),
+    "mimo_v2_flash": Conversion("mimo2"),
+    "step3p5": Conversion("step35", norm_offset=1.0),
+    "afmoe": Conversion("afmoe"),
+    "phimoe": Conversion("phimoe"),
+    # Released versions of the package do not have it yet; its tensors are called as these.
+    "laguna": Conversion("laguna", table="step35"),
+    "granitemoe": Conversion("granitemoe", has_pairs=True),
 }
+# Of a layer, where transformers' modules have other names than the checkpoints that the tables are about.
+_RENAMED = {
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.expert_bias": "exp_probs_b.bias",
+    "self_attn.sinks": "attn_sinks.weight",
+    "self_attn.g_proj.weight": "attn_gate.weight",
+    "mlp.router.weight": "ffn_gate_inp.weight",
+    "mlp.router.gate.weight": "ffn_gate_inp.weight",
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "router.proj.weight": "ffn_gate_inp.weight",
+}
+_RENAMED_OF = {"gpt_oss": {"mlp.router.bias": "ffn_gate_inp.bias"}}
 
 
-def save_random_gguf(path: Path, name: str, model: Any) -> None:
-    conversion, config = CONVERSIONS[name], model.config
+def save_random_gguf(
+    path: Path,
+    name: str,
+    model: Any,
+    changed: Mapping[str, Any] | None = None,
+    *,
+    experts_type: str | None = None,
+) -> None:
+    """changed: keys that differ from what the converter writes; None leaves one out. experts_type: the storage type of
+    experts' matrices, rounded by the gguf package; None: float32."""
+    conversion, config = CONVERSIONS[name], copy.deepcopy(model.config.get_text_config())
+    config.allow_global_per_layer_attribute_access = True  # numbers that differ by layer kind
     writer = gguf.GGUFWriter(path, conversion.arch)
-    for key, value in _metadata(name, config).items():
+    for key, value in {**metadata(name, config), **(changed or {})}.items():
         _add(writer, f"{conversion.arch}.{key}", value)
     tokens, types = tiny_vocabulary(config.vocab_size)
     writer.add_tokenizer_model("llama")
@@ -54,116 +101,121 @@ def save_random_gguf(path: Path, name: str, model: Any) -> None:
     writer.add_bos_token_id(2)
     writer.add_eos_token_id(1)
     writer.add_unk_token_id(3)
-    arch = next(each for each, text in gguf.MODEL_ARCH_NAMES.items() if text == conversion.arch)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for stored, parameter in model.state_dict().items():
-        if stored.startswith("lm_head") and config.tie_word_embeddings:
+    for spelled, values in _tensors(name, model, config):
+        if experts_type is None or values.ndim < 3:
+            writer.add_tensor(spelled, np.ascontiguousarray(values))
             continue
-        values = parameter.float().numpy()
-        if ".experts." in stored or "sinks" in stored:
-            for spelled, part_values in _experts_and_sinks(stored, values, name == "gpt_oss"):
-                writer.add_tensor(spelled, np.ascontiguousarray(part_values))
-            continue
-        part = stored.split(".")[-2]
-        if conversion.has_pairs and part in heads:
-            halves = values.reshape(heads[part], 2, -1, *values.shape[1:])
-            values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-        if stored.endswith("norm.weight"):
-            values = values + np.float32(conversion.norm_offset)
-        spelled = names.get_name(stored, try_suffixes=(".weight", ".bias"))
-        assert spelled is not None, stored
-        writer.add_tensor(spelled, values)
-    for spelled, values in _divisors(config).items():
-        writer.add_tensor(spelled, values)
+        storage = gguf.GGMLQuantizationType[experts_type]
+        writer.add_tensor(spelled, gguf.quants.quantize(np.ascontiguousarray(values), storage), raw_dtype=storage)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _experts_and_sinks(stored: str, values: np.ndarray, is_transposed: bool) -> list[tuple[str, np.ndarray]]:
-    """transformers' names of a layer's experts, which hold gate and up in one, and of sinks -> the format's."""
-    layer, name = stored.split(".")[2], stored.split(".")[-1]
-    if name == "sinks":
-        return [(f"blk.{layer}.attn_sinks.weight", values)]
+def _tensors(name: str, model: Any, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    conversion = CONVERSIONS[name]
+    for stored, parameter in _text_parameters(model):
+        if stored.startswith("lm_head") and config.tie_word_embeddings:
+            continue
+        values = parameter.float().numpy()
+        if conversion.has_pairs:
+            values = _paired(stored, values, config)
+        if stored.endswith("norm.weight"):
+            values = values + np.float32(conversion.norm_offset)
+        for spelled, part in _spelled(name, stored, values, config):
+            yield spelled, part
+            if name in WITH_EXTRA_LAYERS and spelled.startswith("blk.0."):
+                yield spelled.replace("blk.0.", f"blk.{config.num_hidden_layers}."), part
+    if name in WITH_EXTRA_LAYERS:
+        extra = np.zeros((config.hidden_size, 2 * config.hidden_size), dtype=np.float32)
+        yield f"blk.{config.num_hidden_layers + NUM_EXTRA - 1}.nextn.eh_proj.weight", extra
+    yield from _divisors(name, config).items()
+
+
+def _text_parameters(model: Any) -> Iterator[tuple[str, Any]]:
+    """Those of a model with towers by the names that its text model alone has."""
+    stored = model.state_dict()
+    has_towers = any(name.startswith("model.language_model.") for name in stored)
+    for name, parameter in stored.items():
+        if not has_towers or name.startswith("lm_head."):
+            yield name, parameter
+        elif name.startswith("model.language_model."):
+            yield name.replace("model.language_model.", "model."), parameter
+
+
+def _paired(stored: str, values: np.ndarray, config: Any) -> np.ndarray:
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    part = stored.split(".")[-2]
+    if part not in heads:
+        return values
+    halves = values.reshape(heads[part], 2, -1, *values.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _spelled(name: str, stored: str, values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """transformers' name of a tensor -> the format's, of the tensors that its files have in its place."""
+    conversion = CONVERSIONS[name]
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stored)
+    if layer and ".experts." in stored:
+        for part, part_values in _expert_parts(layer[2].split(".")[-1], values, conversion.experts):
+            yield f"blk.{layer[1]}.{part}", part_values
+        return
+    if layer and layer[2] == "shared_mlp.input_linear.weight":
+        half = len(values) // 2
+        yield f"blk.{layer[1]}.ffn_gate_shexp.weight", values[:half]
+        yield f"blk.{layer[1]}.ffn_up_shexp.weight", values[half:]
+        return
+    arch = _arch(conversion.table or conversion.arch)
+    renamed = {**_RENAMED, **_RENAMED_OF.get(name, {})}
+    if layer and layer[2] in renamed:
+        spelled = f"blk.{layer[1]}.{renamed[layer[2]]}"
+    else:
+        names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+        found = names.get_name(stored, try_suffixes=(".weight", ".bias"))
+        assert found is not None, stored
+        spelled = found
+    place = re.sub(r"^blk\.\d+\.", "blk.{bid}.", spelled.rpartition(".")[0])
+    assert place in [gguf.TENSOR_NAMES[each] for each in gguf.MODEL_TENSORS[arch]], spelled
+    yield spelled, values
+
+
+def _arch(text: str) -> gguf.MODEL_ARCH:
+    return next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == text)
+
+
+def _expert_parts(name: str, values: np.ndarray, layout: str) -> Iterator[tuple[str, np.ndarray]]:
     ending = "bias" if name.endswith("_bias") else "weight"
-    if is_transposed and ending == "weight":
+    if layout in ("columns", "interleaved") and ending == "weight":
         values = values.swapaxes(1, 2)
     if name.startswith("down_proj"):
-        return [(f"blk.{layer}.ffn_down_exps.{ending}", values)]
-    half = values.shape[1] // 2
-    gate, up = (values[:, ::2], values[:, 1::2]) if is_transposed else (values[:, :half], values[:, half:])
-    return [(f"blk.{layer}.ffn_gate_exps.{ending}", gate), (f"blk.{layer}.ffn_up_exps.{ending}", up)]
+        yield f"ffn_down_exps.{ending}", values
+    elif layout == "kept":
+        yield f"ffn_gate_up_exps.{ending}", values
+    else:
+        half = values.shape[1] // 2
+        in_turns = layout == "interleaved"
+        yield f"ffn_gate_exps.{ending}", values[:, ::2] if in_turns else values[:, :half]
+        yield f"ffn_up_exps.{ending}", values[:, 1::2] if in_turns else values[:, half:]
 
 
-def _metadata(name: str, config: Any) -> dict[str, Any]:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters
-    rope = rope.get("full_attention", rope)
-    keys: dict[str, Any] = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "rope.freq_base": float(rope["rope_theta"]),
-        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
-    }
-    for theirs, key in (("norm_epsilon", "layer_norm_epsilon"), ("layer_norm_eps", "layer_norm_epsilon")):
-        if hasattr(config, theirs):
-            keys[f"attention.{key}"] = getattr(config, theirs)
-    if hasattr(config, "rms_norm_eps"):
-        keys["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
-    if rope["rope_type"] == "linear":
-        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
-    if rope["rope_type"] == "longrope":
-        keys["rope.scaling.original_context_length"] = config.original_max_position_embeddings
-        factor = config.max_position_embeddings / config.original_max_position_embeddings
-        magnitude = (1 + np.log(factor) / np.log(config.original_max_position_embeddings)) ** 0.5
-        keys["rope.scaling.attn_factor"] = float(magnitude)
-    if rope["rope_type"] == "yarn":
-        keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
-        keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    if name in ("gemma2", "cohere2", "olmo3", "exaone4", "phi3") and config.sliding_window:
-        keys["attention.sliding_window"] = config.sliding_window
-    if name in ("olmo3", "exaone4", "cohere2") and config.sliding_window:
-        keys["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
-    if name == "gemma2":
-        keys["attn_logit_softcapping"] = config.attn_logit_softcapping
-        keys["final_logit_softcapping"] = config.final_logit_softcapping
-    if name == "cohere2":
-        keys["logit_scale"] = config.logit_scale
-    if name == "ministral3":
-        keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
-    if name in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
-        keys |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
-        width = getattr(config, "moe_intermediate_size", config.intermediate_size)
-        keys["expert_feed_forward_length"] = width
-    if name == "qwen2_moe":
-        keys["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
-    if name == "gpt_oss":
-        keys["attention.sliding_window"] = config.sliding_window
-    if name == "granite":
-        keys |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
-        keys |= {"residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}
-    return keys
-
-
-def _divisors(config: Any) -> dict[str, np.ndarray]:
+def _divisors(name: str, config: Any) -> dict[str, np.ndarray]:
     """What scaling makes of frequencies, where the converter stores it."""
-    rope = config.rope_parameters
-    if rope.get("rope_type") == "longrope":
+    rope = rope_of(config, "full_attention")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if rope["rope_type"] == "longrope":
         return {
             f"rope_factors_{which}.weight": np.array(rope[f"{which}_factor"], dtype=np.float32)
             for which in ("short", "long")
         }
-    if rope.get("rope_type") != "llama3":
+    if rope["rope_type"] == "proportional":
+        full_dim = metadata(name, config)["attention.key_length"]
+        num_pairs, num_turned = full_dim // 2, int(full_dim * rope["partial_rotary_factor"] / 2)
+        divisors = [1.0] * num_turned + [1e30] * (num_pairs - num_turned)
+        return {"rope_freqs.weight": np.array(divisors, dtype=np.float32)}
+    if rope["rope_type"] != "llama3":
         return {}
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Of whole heads, whatever part of them turns.
     frequencies = rope["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * np.pi)
@@ -174,10 +226,14 @@ def _divisors(config: Any) -> dict[str, np.ndarray]:
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if value is None:
+        return
     if isinstance(value, str):
         writer.add_string(key, value)
     elif isinstance(value, list):
         writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
     else:

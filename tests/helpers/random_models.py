@@ -253,6 +253,19 @@ def _granite(draw: Draw) -> Any:
     return _config("Granite", **draw.sizes(2), rope_parameters=draw.rope(*ANY_ROPE), **_granite_multipliers(draw))
 
 
+def _granite_moe(draw: Draw) -> Any:
+    name, shared = draw.one_of(("GraniteMoe", {}), ("GraniteMoeShared", {"shared_intermediate_size": 40}))
+    return _config(
+        name,
+        **draw.sizes(2),
+        **shared,
+        num_local_experts=draw.one_of(4, 6),
+        num_experts_per_tok=draw.one_of(1, 2, 3),
+        rope_parameters=draw.rope(*ANY_ROPE),
+        **{key: value for key, value in _granite_multipliers(draw).items() if key != "mlp_bias"},
+    )
+
+
 def _granite_swa(draw: Draw) -> Any:
     return _config(
         "GraniteSWA",
@@ -341,6 +354,7 @@ ARCHITECTURES: dict[str, Drawn] = {
     "smollm3": _smollm3,
     "granite": _granite,
     "granite_swa": _granite_swa,
+    "granitemoe": _granite_moe,
     "starcoder2": _starcoder2,
     "cwm": _cwm,
     "gemma4": _gemma4,

@@ -87,6 +87,8 @@ RANDOM_MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_SLIDES, **_EXPERTS},
     "granite": {"attention_multiplier": 0.2},
     "granite_swa": {**_SLIDES, "num_hidden_layers": 8},
+    "granitemoe": {**_EXPERTS, "attention_multiplier": 0.2},
+    "granitemoeshared": {**_EXPERTS, "attention_multiplier": 0.2, "shared_intermediate_size": 40},
     "granitemoe_swa": {**_SLIDES, **_EXPERTS, "num_hidden_layers": 8},
     "helium": {},
     "hunyuan_v1_dense": {},

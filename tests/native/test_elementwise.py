@@ -9,7 +9,14 @@ from lamella.native.elementwise import activated, add_norm, gate_attention, gate
 
 WIDTHS = [1, 7, 32, 77, 643]
 EPS = 1e-6
-ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu": functional.gelu,
+    "quick_gelu": lambda x: x / (1 + (-1.702 * x).exp()),
+    "relu": lambda x: x.clamp(min=0),
+    "relu_squared": lambda x: x.clamp(min=0) ** 2,
+}
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -148,8 +155,10 @@ class TestGatedActivation:
         assert gated_activation(torch.empty(0, 18), "silu").shape == (0, 9)
 
     def test_errors(self):
-        with pytest.raises(InvariantError, match=r"kind='relu' is not an activation; choose one of gelu_tanh, silu"):
-            gated_activation(random(2, 8), "relu")
+        with pytest.raises(
+            InvariantError, match=r"kind='tanh' is not an activation; choose one of gelu_tanh, silu, gelu"
+        ):
+            gated_activation(random(2, 8), "tanh")
         with pytest.raises(InvariantError, match=r"gate_up has shape \[2, 7\]; it must be \[tokens, an even width\]"):
             gated_activation(random(2, 7), "silu")
         with pytest.raises(InvariantError, match=r"gate_up has dtype torch\.float64"):
@@ -228,8 +237,8 @@ class TestActivated:
         assert torch.equal(alone, found)
 
     def test_what_does_not_fit_is_refused(self):
-        with pytest.raises(InvariantError, match="kind='relu'"):
-            activated(random(2, 8), None, "relu")
+        with pytest.raises(InvariantError, match="kind='tanh'"):
+            activated(random(2, 8), None, "tanh")
         with pytest.raises(InvariantError, match="factor has 3 rows"):
             activated(random(2, 8), random(3, 8), "silu")
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gguf
 import pytest
 import torch
 from torch.nn import functional
 
 from lamella.errors import ConfigError
 from lamella.native.experts import Experts, RoutingRule, route
+from lamella.native.gguf_linear import pack_gguf
 from lamella.native.layer_linear import LinearLayer
 from lamella.native.linear import pack_weight
 from lamella.native.mlp import Gate, GatedMLP
-from tests.helpers.native_layers import KINDS, random
+from tests.helpers.native_layers import KINDS, mxfp4_blocks, random
 from tests.helpers.native_layers import make_layer as make
 
 COUNT, TOP_K, HIDDEN, WIDTH = 6, 3, 64, 96
@@ -47,16 +49,20 @@ def make_experts(kind: str, *, scales_input: bool = False, has_shared: bool = Fa
     return experts, one_by_one
 
 
+ACTIVATIONS = {
+    "silu": lambda x, slope: x * (x * slope).sigmoid(),
+    "gelu_tanh": lambda x, _: functional.gelu(x, approximate="tanh"),
+    "gelu": lambda x, _: functional.gelu(x),
+    "relu_squared": lambda x, _: x.clamp(min=0) ** 2,
+}
+
+
 def activated(gate_up: torch.Tensor, gate: Gate) -> torch.Tensor:
     value, up = gate_up.chunk(2, dim=1)
     limit = gate.limit or float("inf")
     if not gate.limits_activated:
         value = value.clamp(max=limit)
-    value = (
-        value * (value * gate.slope).sigmoid()
-        if gate.activation == "silu"
-        else functional.gelu(value, approximate="tanh")
-    )
+    value = ACTIVATIONS[gate.activation](value, gate.slope)
     if gate.limits_activated:
         value = value.clamp(max=limit)
     return value * (up.clamp(-limit, limit) + gate.up_offset)
@@ -70,6 +76,8 @@ def activated(gate_up: torch.Tensor, gate: Gate) -> torch.Tensor:
         (True, True, Gate("gelu_tanh")),
         (False, True, Gate("silu", 7.0, False, 1.702, 1.0)),
         (False, False, Gate("silu", 3.0, True)),
+        (False, True, Gate("gelu", 2.0, True)),
+        (True, False, Gate("relu_squared")),
     ],
 )
 def test_experts_are_their_kernels(kind, scales_input, has_shared, gate):
@@ -90,6 +98,42 @@ def test_a_row_is_the_same_bits_in_any_company(kind):
         torch.set_num_threads(num_threads)
         for rows in (*order.split([1, 1, 2, 3, 5, 12, 60, 300, 916]), torch.arange(ROWS)):
             assert torch.equal(experts(x[rows]), expected[rows])
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 21, 22, 60])
+def test_a_meter_counts_passes_over_weights_and_changes_no_bit(num_rows):
+    experts, _ = make_experts("mxfp4")
+    router = LinearLayer([pack_weight(random(COUNT, HIDDEN, seed=50))], bias=random(COUNT, seed=51))
+    x = random(num_rows, HIDDEN, seed=num_rows)
+    ids = route(router(x), RoutingRule("softmax", COUNT, TOP_K, is_renormalised=True))[0]
+    expected = experts(x)
+    meter = experts.measure()
+    assert meter.tolist() == [0] * (2 + COUNT)
+    assert torch.equal(experts(x), expected)
+    assert torch.equal(experts(x), expected)
+    is_taken = (ids[:, :, None] == torch.arange(COUNT)).any(dim=(0, 1))
+    assert torch.equal(meter[2:], 2 * is_taken.long())
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_mxfp4_experts_give_the_bits_of_float_experts(count):
+    """Odd numbers of experts, and widths that are no whole number of a panel's blocks."""
+    rule, gate = RoutingRule("softmax", count, max(1, count - 1)), Gate("silu", 7.0, False, 1.702, 1.0)
+    router = LinearLayer([pack_weight(random(count, HIDDEN, seed=50))])
+    sizes = ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    data = [[mxfp4_blocks(*size, seed=10 * each + size[1]) for each in range(count)] for size in sizes]
+    blocks = [[LinearLayer([pack_gguf(each, "MXFP4")]) for each in part] for part in data]
+    storage = gguf.GGMLQuantizationType.MXFP4
+    floats = [
+        [LinearLayer([pack_weight(torch.from_numpy(gguf.quants.dequantize(each, storage)))]) for each in part]
+        for part in data
+    ]
+    ours, theirs = Experts(router, rule, *blocks, gate), Experts(router, rule, *floats, gate)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for num_rows in (1, 2, 3, 4, 5, 9, 40, 100):
+            x = random(num_rows, HIDDEN, seed=num_rows)
+            assert torch.equal(ours(x), theirs(x))
 
 
 def test_a_bias_of_each_expert_counts():

@@ -16,7 +16,7 @@ import torch
 
 from lamella import LLM, SamplingParams
 from lamella.kv_cache.spec import FullAttentionSpec, KVCacheSpec
-from lamella.model_executor.models.config import layer_specs
+from lamella.model_executor.models.config import kv_sharing, layer_specs
 from lamella.model_executor.models.registry import parse_config
 from lamella.model_executor.models.typed_json import read_json_object
 from tests.helpers.random_models import ARCHITECTURES, draw_config, save_random_model, window_tokens
@@ -99,7 +99,10 @@ def check_all(case: Case, backend: str) -> None:
 
 
 def specs(case: Case) -> list[KVCacheSpec]:
-    return layer_specs(parse_config(read_json_object(case.folder / "config.json")), itemsize_bytes=4)
+    """Of the layers that have K and V of their own."""
+    config = parse_config(read_json_object(case.folder / "config.json"))
+    shared = kv_sharing(config)
+    return [spec for layer, spec in enumerate(layer_specs(config, itemsize_bytes=4)) if layer not in shared]
 
 
 def small_memory(case: Case) -> dict[str, Any]:

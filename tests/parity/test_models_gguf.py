@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,71 +10,11 @@ import torch
 
 from lamella import LLM, SamplingParams
 from tests.helpers.random_gguf import CONVERSIONS, save_random_gguf
-from tests.helpers.random_models import Draw, draw_config, random_model
+from tests.helpers.random_gguf_configs import config_of
+from tests.helpers.random_models import random_model
 from tests.helpers.tiny_gemma import VOCAB_SIZE
 
 NUM_NEW = 4
-# What the format has, or llama.cpp assumes, in the place of what a config may say.
-FIXED: dict[str, dict[str, Any]] = {
-    "gemma2": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "attn_logit_softcapping": 20.0,
-        "final_logit_softcapping": 5.0,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-    },
-    "cohere2": {"tie_word_embeddings": True, "attention_bias": False},
-    "qwen2": {"use_sliding_window": False, "layer_types": None, "sliding_window": None},
-    "qwen3": {"use_sliding_window": False, "layer_types": None, "sliding_window": None},
-    "smollm3": {"use_sliding_window": False, "layer_types": None, "no_rope_layers": None, "no_rope_layer_interval": 4},
-    "ministral3": {"sliding_window": None},
-    "starcoder2": {"sliding_window": None},
-    "mixtral": {"sliding_window": None},
-    "qwen2_moe": {
-        "use_sliding_window": False,
-        "layer_types": None,
-        "sliding_window": None,
-        "mlp_only_layers": None,
-        "norm_topk_prob": False,
-    },
-    "qwen3_moe": {
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "mlp_only_layers": None,
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": True,
-    },
-    "gpt_oss": {"layer_types": None, "swiglu_limit": 7.0, "swiglu_alpha": 1.702, "attention_bias": True},
-}
-ROPES = {
-    "llama": ("default", "linear", "llama3"),
-    "ministral3": ("yarn",),
-    "phi3": ("default", "longrope"),
-    "olmo3": ("default",),
-    "cohere2": ("default",),
-    "mixtral": ("default", "linear", "llama3"),
-}
-
-
-def config_of(name: str, seed: int) -> Any:
-    settings = draw_config(name, seed).to_dict()
-    settings |= FIXED.get(name, {})
-    draw = Draw(name, seed)
-    if name == "gemma2":
-        settings["query_pre_attn_scalar"] = settings["head_dim"]
-    if name == "olmo3":
-        rope = draw.rope("default")
-        settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": dict(rope)}
-    elif name == "ministral3":
-        rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-        settings["rope_parameters"] = {**rope, "llama_4_scaling_beta": 0.3}
-    elif name == "gpt_oss":
-        rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-        settings["rope_parameters"] = {**rope, "truncate": False}
-    elif name not in ("phi3",):
-        settings["rope_parameters"] = draw.rope(*ROPES.get(name, ("default", "linear")))
-    kind = type(draw_config(name, seed))
-    return kind(**{key: value for key, value in settings.items() if key not in ("transformers_version", "model_type")})
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])

@@ -91,7 +91,7 @@ def test_what_experts_give_is_added_up(has_weights, has_shared):
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("after_activation", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_bounds_of_activations(activation, after_activation, has_bias):

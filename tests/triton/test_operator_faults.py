@@ -51,6 +51,10 @@ def gelus(kernels: Kernels) -> None:
     check_gated(kernels, width=1030, num_rows=2, dtype=torch.float32, activation="gelu_tanh")
 
 
+def exact_gelus(kernels: Kernels) -> None:
+    check_gated(kernels, width=120, num_rows=2, dtype=torch.float32, activation="gelu")
+
+
 def silus(kernels: Kernels) -> None:
     check_gated(kernels, width=120, num_rows=2, dtype=torch.float32, activation="silu")
 
@@ -159,10 +163,11 @@ FAULTS = {
         "source = gate_up + row * row_stride + (column + WIDTH) % (2 * WIDTH)",
         silus,
     ),
-    "silu for gelu": Fault("activation", "gate if IS_SILU else", "gate if not IS_SILU else", gelus),
-    "gelu without its cube": Fault("activation", "(gate + 0.044715 * gate * gate * gate)", "gate", gelus),
+    "silu for gelu": Fault("activation", 'ACTIVATION == "gelu_tanh"', 'ACTIVATION == "none"', gelus),
+    "gelu without its cube": Fault("activation", "(x + 0.044715 * x * x * x)", "x", gelus),
     "bias of the gate for both": Fault("activation", "bias + WIDTH + column", "bias + column", biased_silus),
     "half of the exponent": Fault("activation", "1.5957691216057308", "0.7978845608028654", gelus),
+    "erf without the root": Fault("activation", "x * 0.7071067811865476", "x", exact_gelus),
     "second block lost": Fault(
         "activation", "tl.program_id(1) * BLOCK + tl.arange", "tl.program_id(1) * 0 + tl.arange", caps
     ),

@@ -320,8 +320,9 @@ class Model:
             if config.qk_norm is None:
                 return None
             if config.qk_norm == "projection":
-                return self._own_norm(f"{name}.{which}", columns)
-            return self._own_norm(f"{name}.{which}", dim, has_weight=config.qk_norm == "heads")
+                return self._own_norm(f"{name}.{which}", columns, eps=config.qk_norm_eps)
+            has_weight = config.qk_norm == "heads"
+            return self._own_norm(f"{name}.{which}", dim, has_weight=has_weight, eps=config.qk_norm_eps)
 
         gate = config.gate
         gate_columns = config.num_heads if gate is not None and gate.is_per_head else attended_columns
@@ -427,9 +428,9 @@ class Model:
         self._holders.append(norm)
         return norm
 
-    def _own_norm(self, name: str, width: int, *, has_weight: bool = True) -> Norm:
+    def _own_norm(self, name: str, width: int, *, has_weight: bool = True, eps: float | None = None) -> Norm:
         """An RMS norm of other rows."""
-        norm = Norm(name, width, self.config.norm_eps, has_weight=has_weight)
+        norm = Norm(name, width, self.config.norm_eps if eps is None else eps, has_weight=has_weight)
         if has_weight:
             self._holders.append(norm)
         else:

@@ -77,7 +77,7 @@ class NativeOperators:
                     self._add(qkv_proj, 0, qkv_proj.num_out),
                     _weight(attention.q_norm),
                     _weight(attention.k_norm),
-                    model.norm.eps,
+                    model.norm.eps if attention.q_norm is None else attention.q_norm.eps,
                     self._tails[layer.index],
                 )
 

@@ -6,11 +6,21 @@ when it is loaded) and float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
 from lamella.model_executor.models.mlp_config import GateClamp
 
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu": functional.gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": functional.relu,
+    "relu_squared": lambda x: functional.relu(x).square(),
+}
 # Row counts where weight @ x.T beats x @ weight.T on CPU (MKL, fp32; see docs/benchmarks.md).
 CPU_SWAPPED_ROWS = range(3, 129)
 
@@ -35,8 +45,8 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 
 def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation: "gelu_tanh" or "silu"; a new tensor."""
-    return functional.silu(x) if activation == "silu" else functional.gelu(x, approximate="tanh")
+    """activation: one of ACTIVATIONS; a new tensor."""
+    return ACTIVATIONS[activation](x)
 
 
 def gated_activation(gate_up: torch.Tensor, activation: str, clamp: GateClamp | None = None) -> torch.Tensor:

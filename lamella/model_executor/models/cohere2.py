@@ -23,17 +23,10 @@ from lamella.model_executor.models.weight_map import WeightMap
 
 # What transformers 5.24's Cohere2Config fills in.
 _DEFAULTS = {
-    "vocab_size": 256000,
-    "hidden_size": 8192,
-    "intermediate_size": 22528,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 64,
-    "max_position_embeddings": 8192,
-    "layer_norm_eps": 1e-5,
-    "bos_token_id": 5,
-    "eos_token_id": 255001,
-    "tie_word_embeddings": True,
-}
+    "vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528, "num_hidden_layers": 40,
+    "num_attention_heads": 64, "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "bos_token_id": 5,
+    "eos_token_id": 255001, "tie_word_embeddings": True,
+}  # fmt: skip
 _WINDOW, _FULL_EVERY, _LOGITS_SCALE = 4096, 4, 0.0625
 _ONE_NORM = NormPlaces(input=True, mlp=False)
 

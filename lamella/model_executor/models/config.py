@@ -105,7 +105,8 @@ class AttentionConfig:
     window_tokens: keys visible including the query itself, or the chunk's length; None for full.
     scale multiplies q.k; softcap c turns a score s into c * tanh(s / c). rotary None: positions are not embedded.
     qk_norm: what is normed of Q and K before they are rotated: "heads", each by one weight; "heads_weightless"; or
-    "projection", all heads as one row; None: nothing. has_value_norm: each head of V is normed, without a weight.
+    "projection", all heads as one row; None: nothing. qk_norm_eps: the epsilon of these norms; None: the model's.
+    has_value_norm: each head of V is normed, without a weight.
     values_are_keys: V is what K's projection gives, before K is normed and rotated.
     value_scale multiplies V; it is part of the weights once they are loaded.
     has_sinks: each query head has a logit that takes part in the softmax and has no value (GPT-OSS).
@@ -123,6 +124,7 @@ class AttentionConfig:
     query_scale: QueryScaleConfig | None = None
     softcap: float | None = None
     qk_norm: str | None = None
+    qk_norm_eps: float | None = None
     has_value_norm: bool = False
     values_are_keys: bool = False
     value_scale: float = 1.0
@@ -164,6 +166,10 @@ class NormPlaces:
     post_attention: bool = False  # of attention's output, before it joins the residual stream
     mlp: bool = True  # of the MLP's input
     post_mlp: bool = False
+
+
+AROUND = NormPlaces(input=True, post_attention=True, mlp=True, post_mlp=True)
+BEHIND = NormPlaces(input=False, post_attention=True, mlp=False, post_mlp=True)
 
 
 @dataclass(frozen=True, slots=True)

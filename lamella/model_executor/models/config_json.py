@@ -7,13 +7,14 @@ left out, is said in the family's own file.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from lamella.errors import InvariantError, ModelLoadError
+from lamella.errors import InvariantError, ModelLoadError, UnbuiltVariantError
 from lamella.model_executor.models import config_ranges as ranges
 from lamella.model_executor.models.typed_fields import TypedFields, shown
 
 DTYPES = ("float32", "float16", "bfloat16")
+IS_ENCODER = "this is an encoder, and only causal models can generate; use the model it was made from"
 
 _INTEGERS = {
     "vocab_size": ranges.VOCABULARY,
@@ -59,6 +60,7 @@ _INTEGERS = {
     "topk_group": ranges.EXPERTS,
     "moe_intermediate_size": ranges.WIDTH,
     "shared_expert_intermediate_size": ranges.WIDTH,
+    "shared_intermediate_size": ranges.IntegerRange(0, ranges.WIDTH.high),
     "intermediate_size_mlp": ranges.WIDTH,
     "decoder_sparse_step": ranges.LAYERS,
     "interleave_moe_layer_step": ranges.LAYERS,
@@ -97,15 +99,6 @@ _NUMBERS = {
     "residual_multiplier": ranges.MULTIPLIER,
     "attention_multiplier": ranges.MULTIPLIER,
 }
-# A rotary embedding's own names, per layer type or for all layers.
-_ROPE_KEYS = {"rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"}
-
-
-class RopeScaling(NamedTuple):
-    """theta: None where the object leaves it out. factor: positions are divided by it; 1 without scaling."""
-
-    theta: float | None
-    factor: float
 
 
 class ConfigJson:
@@ -188,38 +181,27 @@ class ConfigJson:
         return kinds
 
     def refuse(self, key: str, why: str) -> ModelLoadError:
-        """The error for a field whose value is well formed, but asks for what is not built."""
-        return ModelLoadError(f"{self.fields.place}: {self.fields.prefix}{key}={shown(self.fields.raw(key))}: {why}")
+        """The error for a field that does not go with others, or with which nobody can run the model."""
+        return ModelLoadError(self._about(key, why))
 
+    def not_built(self, key: str, why: str) -> UnbuiltVariantError:
+        """The error for a field that asks for a variant which the family is not built for, and transformers may be."""
+        return UnbuiltVariantError(self._about(key, why))
 
-def read_rope(config: ConfigJson) -> RopeScaling:
-    """The rotary embedding that an object of `rope_parameters`, or `rope_scaling`, describes.
+    def _about(self, key: str, why: str) -> str:
+        return f"{self.fields.place}: {self.fields.prefix}{key}={shown(self.fields.raw(key))}: {why}"
 
-    Raises ModelLoadError also for scaling that is not linear, for unknown names, since any of them may change the
-    embedding, and for a factor without a type, which transformers does not apply.
-    """
-    fields = config.fields
-    unknown = sorted(set(fields) - _ROPE_KEYS)
-    if unknown:
-        raise ModelLoadError(
-            f"{fields.place}: {fields.prefix}{unknown[0]} is not known; a rotary embedding has "
-            f"{', '.join(sorted(_ROPE_KEYS))}"
-        )
-    rope_type = fields.optional_string("rope_type")
-    old_type = fields.optional_string("type")
-    if old_type is not None and old_type != (rope_type or "default"):
-        raise config.refuse("type", "transformers reads rope_type, and ignores this name; write rope_type")
-    rope_type = rope_type or "default"
-    if rope_type not in ("default", "linear"):
-        raise config.refuse("rope_type", f"rope type {shown(rope_type)} is not built; known: default, linear")
-    if fields.has_value("partial_rotary_factor") and fields.number("partial_rotary_factor") != 1.0:
-        raise config.refuse("partial_rotary_factor", "layers are built with whole heads rotated; it must be 1")
-    theta = config.number("rope_theta") if "rope_theta" in config else None
-    if rope_type == "linear":
-        return RopeScaling(theta, config.number("factor"))
-    if fields.has_value("factor") and config.number("factor") != 1.0:
-        raise config.refuse("factor", "without rope_type it scales nothing; write rope_type='linear', or leave it out")
-    return RopeScaling(theta, 1.0)
+    def fields_of_layer(self, layer: int, known: Collection[str]) -> TypedFields:
+        """What `per_layer_config` says of one layer, where layers differ: nothing but `known`, or UnbuiltVariantError.
+
+        transformers pads the layer's number with zeros, to as many digits as the last layer's has.
+        """
+        every = self.fields.optional_object("per_layer_config")
+        key = next((each for each in every if each.isdecimal() and int(each[-6:]) == layer), str(layer))
+        own = every.optional_object(key)
+        if others := sorted(set(own) - set(known)):
+            raise ConfigJson(own).not_built(others[0], "it is not built layer by layer; leave it out")
+        return own
 
 
 def shared_kv_owners(layer_types: Sequence[str], num_shared_layers: int) -> dict[int, int]:

@@ -22,6 +22,7 @@ class NumberRange(NamedTuple):
 
 
 LAYERS = IntegerRange(1, 10_000)
+SOME_LAYERS = IntegerRange(0, 10_000)  # a part of them
 VOCABULARY = IntegerRange(1, 2**26)
 WIDTH = IntegerRange(1, 2**24)
 HEADS = IntegerRange(1, 2**16)

@@ -12,19 +12,10 @@ from lamella.model_executor.models.weight_map import WeightMap
 
 # What transformers 5.24's CwmConfig fills in.
 _DEFAULTS = {
-    "vocab_size": 128256,
-    "hidden_size": 6144,
-    "intermediate_size": 21504,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 48,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1_000_000.0,
-    "bos_token_id": 128000,
-    "eos_token_id": (128001, 128008, 128009),
-}
+    "vocab_size": 128256, "hidden_size": 6144, "intermediate_size": 21504, "num_hidden_layers": 64,
+    "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "bos_token_id": 128000, "eos_token_id": (128001, 128008, 128009),
+}  # fmt: skip
 _ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1_000_000.0,
@@ -47,8 +38,7 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
     text = ConfigJson(fields.overlaid(TypedFields(filled, fields.place, fields.prefix)))
     shape = shape_from_json(text, _DEFAULTS, mlp_bias=text.boolean("mlp_bias", False))
     kinds = layer_kinds(text, shape.num_layers, lambda layer: layer % _FULL_EVERY == 0)
-    window = window_of_sliding(text, kinds, _WINDOW)
-    layers = tuple(shape.layer(window if kind == "sliding_attention" else None) for kind in kinds)
+    layers = shape.layers(kinds, window_of_sliding(text, kinds, _WINDOW))
     return model_from_json(text, _DEFAULTS, end_token_ids, "cwm", shape, layers)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from lamella.model_executor.models.config import ModelConfig, NormPlaces
+from lamella.model_executor.models.config import BEHIND, ModelConfig
 from lamella.model_executor.models.config_gguf import ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.llama_shape import (
+    SLIDING,
     layer_kinds,
     model_from_gguf,
     model_from_json,
@@ -20,37 +21,31 @@ from lamella.model_executor.models.llama_shape import (
 from lamella.model_executor.models.weight_map import (
     GGUF_HEAD_NORMS,
     GGUF_LAYER,
+    GGUF_POST_NORMS,
     HEAD_NORMS,
+    POST_NORMS,
     SAFETENSORS_LAYER,
     WeightMap,
 )
 
 # What transformers 5.24's Exaone4Config fills in.
 _DEFAULTS = {
-    "vocab_size": 102400,
-    "hidden_size": 4096,
-    "intermediate_size": 16384,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
+    "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+    "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
 _WINDOW, _FULL_EVERY = 4096, 4
-_NORMS = NormPlaces(input=False, post_attention=True, mlp=False, post_mlp=True)
 
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
     """A window that is null makes every layer full, and then all of them know positions."""
-    shape = shape_from_json(text, _DEFAULTS, qk_norm="heads", norms=_NORMS)
+    shape = shape_from_json(text, _DEFAULTS, qk_norm="heads", norms=BEHIND)
     window = text.optional_integer("sliding_window") if "sliding_window" in text else _WINDOW
     period = 1 if window is None or text.fields.has_value("layer_types") else _period(text)
     kinds = layer_kinds(text, shape.num_layers, lambda layer: (layer + 1) % period == 0)
     window_of_sliding(text, kinds, _WINDOW)
     full = shape.layer() if window is None else shape.layer(rotary=None)
-    layers = tuple(shape.layer(window) if kind == "sliding_attention" else full for kind in kinds)
+    layers = tuple(shape.layer(window) if kind == SLIDING else full for kind in kinds)
     return model_from_json(text, _DEFAULTS, end_token_ids, "exaone4", shape, layers)
 
 
@@ -61,7 +56,7 @@ def _period(text: ConfigJson) -> int:
 
 
 def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:
-    shape = shape_from_gguf(config, tensor_names, qk_norm="heads", norms=_NORMS)
+    shape = shape_from_gguf(config, tensor_names, qk_norm="heads", norms=BEHIND)
     layers = (shape.layer(),) * shape.num_layers
     if config.has("attention.sliding_window"):
         window, full = config.integer("attention.sliding_window"), shape.layer(rotary=None)
@@ -77,17 +72,7 @@ EXAONE4 = Family(
     config_from_json=config_from_json,
     config_from_gguf=config_from_gguf,
     weights=WeightMap(
-        safetensors_layer={
-            **SAFETENSORS_LAYER,
-            **HEAD_NORMS,
-            "post_attention_layernorm": "post_attention_norm",
-            "post_feedforward_layernorm": "post_mlp_norm",
-        },
-        gguf_layer={
-            **GGUF_LAYER,
-            **GGUF_HEAD_NORMS,
-            "post_attention_norm": "post_attention_norm",
-            "post_ffw_norm": "post_mlp_norm",
-        },
+        safetensors_layer=SAFETENSORS_LAYER | HEAD_NORMS | POST_NORMS,
+        gguf_layer=GGUF_LAYER | GGUF_HEAD_NORMS | GGUF_POST_NORMS,
     ),
 )

@@ -9,7 +9,7 @@ from lamella.errors import ModelLoadError
 from lamella.model_executor.models.config import LayerConfig
 from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.mlp_config import ExpertsConfig, MLPConfig, RouterConfig
-from lamella.model_executor.models.weight_map import SAFETENSORS_LAYER
+from lamella.model_executor.models.weight_map import SAFETENSORS_LAYER, shared_mlp
 
 KINDS = ("dense", "sparse")
 
@@ -17,12 +17,8 @@ KINDS = ("dense", "sparse")
 EXPERTS_LAYER = SAFETENSORS_LAYER | {
     "mlp.gate": "mlp.router",
     "mlp.gate.e_score_correction_bias": "mlp.router.correction",
-    "mlp.shared_expert.gate_proj": "mlp.shared.gate_proj",
-    "mlp.shared_expert.up_proj": "mlp.shared.up_proj",
-    "mlp.shared_expert.down_proj": "mlp.shared.down_proj",
-    "mlp.shared_experts.gate_proj": "mlp.shared.gate_proj",
-    "mlp.shared_experts.up_proj": "mlp.shared.up_proj",
-    "mlp.shared_experts.down_proj": "mlp.shared.down_proj",
+    **shared_mlp("mlp.shared_expert"),
+    **shared_mlp("mlp.shared_experts"),
     "mlp.shared_expert_gate": "mlp.shared_gate",
 }
 
@@ -70,8 +66,3 @@ def sparse_kinds(config: ConfigJson, num_layers: int, num_dense: int) -> tuple[b
     if len(kinds) != num_layers or set(kinds) - set(KINDS):
         raise config.fields.error("mlp_layer_types", f"a list of {num_layers} names, each of them dense or sparse")
     return tuple(kind == "sparse" for kind in kinds)
-
-
-def layer_numbers(config: ConfigJson, key: str, num_layers: int) -> tuple[int, ...] | None:
-    """A list of layers; None where it is null or left out."""
-    return config.fields.integers(key, high=num_layers - 1) if config.fields.has_value(key) else None

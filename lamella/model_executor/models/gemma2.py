@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from lamella.model_executor.models.config import ModelConfig, NormPlaces
+from lamella.model_executor.models.config import AROUND, ModelConfig, NormPlaces
 from lamella.model_executor.models.config_gguf import ConfigGguf
-from lamella.model_executor.models.config_json import ConfigJson
+from lamella.model_executor.models.config_json import IS_ENCODER, ConfigJson
 from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.llama_shape import (
     layer_kinds,
@@ -17,30 +17,26 @@ from lamella.model_executor.models.llama_shape import (
     shape_from_json,
     window_of_sliding,
 )
-from lamella.model_executor.models.weight_map import GGUF_LAYER, SAFETENSORS_LAYER, WeightMap
+from lamella.model_executor.models.weight_map import (
+    FOUR_NORMS,
+    GGUF_LAYER,
+    GGUF_POST_NORMS,
+    SAFETENSORS_LAYER,
+    WeightMap,
+)
 
 # What transformers 5.24's Gemma2Config and VaultGemmaConfig fill in.
 _DEFAULTS = {
-    "vocab_size": 256000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "tie_word_embeddings": True,
-}
+    "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192, "bos_token_id": 2, "eos_token_id": 1, "tie_word_embeddings": True,
+}  # fmt: skip
 _WINDOW, _SCORE_CAP, _LOGITS_CAP, _QUERY_SCALAR = 4096, 50.0, 30.0, 256
 _LAYERS_OF_27B = 46
-_FOUR_NORMS = NormPlaces(input=True, post_attention=True, mlp=True, post_mlp=True)
 
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
-    return _from_json("gemma2", _FOUR_NORMS, text, end_token_ids)
+    return _from_json("gemma2", AROUND, text, end_token_ids)
 
 
 def vault_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
@@ -49,7 +45,7 @@ def vault_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[i
 
 def _from_json(name: str, norms: NormPlaces, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
     if text.optional_boolean("use_bidirectional_attention"):
-        raise text.refuse("use_bidirectional_attention", "this is an encoder, and only causal models can generate")
+        raise text.refuse("use_bidirectional_attention", IS_ENCODER)
     shape = shape_from_json(
         text,
         _DEFAULTS,
@@ -60,8 +56,7 @@ def _from_json(name: str, norms: NormPlaces, text: ConfigJson, end_token_ids: tu
         norms=norms,
     )
     kinds = layer_kinds(text, shape.num_layers, lambda layer: layer % 2 == 1)
-    window = window_of_sliding(text, kinds, _WINDOW)
-    layers = tuple(shape.layer(window if kind == "sliding_attention" else None) for kind in kinds)
+    layers = shape.layers(kinds, window_of_sliding(text, kinds, _WINDOW))
     return model_from_json(
         text,
         _DEFAULTS,
@@ -85,7 +80,7 @@ def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> Model
         tensor_names,
         activation="gelu_tanh",
         softcap=config.number("attn_logit_softcapping", _SCORE_CAP),
-        norms=_FOUR_NORMS,
+        norms=AROUND,
     )
     if shape.num_layers == _LAYERS_OF_27B:
         shape = shape.with_scale((shape.hidden_size / shape.num_heads) ** -0.5)
@@ -102,14 +97,9 @@ def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> Model
     )
 
 
-_NORM_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "mlp_norm",
-    "post_feedforward_layernorm": "post_mlp_norm",
-}
 _WEIGHTS = WeightMap(
-    safetensors_layer={**SAFETENSORS_LAYER, **_NORM_NAMES},
-    gguf_layer={**GGUF_LAYER, "post_attention_norm": "post_attention_norm", "post_ffw_norm": "post_mlp_norm"},
+    safetensors_layer=SAFETENSORS_LAYER | FOUR_NORMS,
+    gguf_layer=GGUF_LAYER | GGUF_POST_NORMS,
     safetensors_norm_offset=1.0,  # the model multiplies by 1 + w
 )
 GEMMA2 = Family(

@@ -1,213 +1,129 @@
 """Gemma 3 text models (arXiv 2503.19786): five sliding-window layers to each full one, head norms, four norms a layer,
-tied embeddings. What config.json and GGUF metadata leave out, what is not built, and how its tensors are named."""
+tied embeddings."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
 
-from lamella.model_executor.models.config import (
-    AttentionConfig,
-    LayerConfig,
-    MLPConfig,
-    ModelConfig,
-    NormPlaces,
-    RotaryConfig,
-)
+from lamella.model_executor.models.config import AROUND, ModelConfig, RotaryConfig
 from lamella.model_executor.models.config_gguf import ConfigGguf
-from lamella.model_executor.models.config_json import ConfigJson, read_rope
-from lamella.model_executor.models.family import Family, checked
-from lamella.model_executor.models.weight_map import GGUF_LAYER, SAFETENSORS_LAYER, WeightMap
+from lamella.model_executor.models.config_json import IS_ENCODER, ConfigJson
+from lamella.model_executor.models.family import Family
+from lamella.model_executor.models.llama_shape import (
+    FULL,
+    SLIDING,
+    layer_kinds,
+    model_from_gguf,
+    model_from_json,
+    shape_from_gguf,
+    shape_from_json,
+    window_of_sliding,
+    with_default,
+)
+from lamella.model_executor.models.rope_json import rotaries_with_old_keys
+from lamella.model_executor.models.weight_map import (
+    FOUR_NORMS,
+    GGUF_HEAD_NORMS,
+    GGUF_LAYER,
+    GGUF_POST_NORMS,
+    HEAD_NORMS,
+    SAFETENSORS_LAYER,
+    TEXT_PREFIXES,
+    TOWERS,
+    WeightMap,
+)
 
 logger = logging.getLogger(__name__)
 
-_KINDS = ("full_attention", "sliding_attention")
-_ROPE_THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
-_FULL_EVERY = 6
-_LAYERS_OF_27B = 62
-_NORMS = NormPlaces(input=True, post_attention=True, mlp=True, post_mlp=True)
+_WINDOW, _FULL_EVERY, _QUERY_SCALAR, _HEAD_DIM, _LAYERS_OF_27B = 4096, 6, 256, 256, 62
+# What transformers 5.24's Gemma3TextConfig fills in.
+_DEFAULTS = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": _HEAD_DIM, "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072, "bos_token_id": 2, "eos_token_id": 1, "tie_word_embeddings": True,
+}  # fmt: skip
+_THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}
+_OLD_THETA_KEYS = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
 
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
-    """config: the whole file; text: the part that describes the text model, which is the same in text-only files.
-
-    Fields that are left out are what transformers 5.24's Gemma3TextConfig fills in. end_token_ids: those of
-    generation_config.json, which win; None: it has none.
-    Raises ModelLoadError for a variant that is not built.
-    """
     _refuse_variants(text)
-    vocab_size = text.integer("vocab_size", 262208)
-    hidden_size, num_heads = text.integer("hidden_size", 2304), text.integer("num_attention_heads", 8)
-    if hidden_size % num_heads:
-        raise text.refuse("hidden_size", f"must be a multiple of num_attention_heads, which is {num_heads}")
     if text.optional_number("attn_logit_softcapping") is not None:
         logger.warning("attn_logit_softcapping is left out: transformers does not apply it to Gemma 3 either")
-    bos_token_id, eos_token_ids = _special_tokens(config, text)
-    shape = _Shape(
-        num_heads=num_heads,
-        num_kv_heads=text.integer("num_key_value_heads", 4),
-        head_dim=text.integer("head_dim", 256),
-        query_scale=text.number("query_pre_attn_scalar", 256) ** -0.5,
-        mlp_width=text.integer("intermediate_size", 9216),
+    max_positions = with_default(text, _DEFAULTS, "max_position_embeddings")
+    head_dim = text.integer("head_dim", _HEAD_DIM)  # transformers fails where it is null
+    rotaries = rotaries_with_old_keys(text, head_dim, _THETAS, _OLD_THETA_KEYS, max_positions=max_positions)
+    shape = shape_from_json(
+        text,
+        _DEFAULTS,
+        rotary=rotaries[FULL],
+        activation_key="hidden_activation",
+        attention_bias=True,
+        qk_norm="heads",
+        norms=AROUND,
+        scale=text.number("query_pre_attn_scalar", _QUERY_SCALAR) ** -0.5,
     )
-    return checked(
-        ModelConfig(
-            architecture="gemma3",
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            norm_eps=text.number("rms_norm_eps", 1e-6),
-            max_position_embeddings=text.integer("max_position_embeddings", 131072),
-            layers=_layers(text, shape),
-            # transformers reads this from the whole config only, even where the text part says something else.
-            tie_word_embeddings=config.boolean("tie_word_embeddings", True),
-            embedding_scale=hidden_size**0.5,
-            final_logit_softcap=text.optional_number("final_logit_softcapping"),
-            bos_token_id=bos_token_id,
-            eos_token_ids=eos_token_ids if end_token_ids is None else end_token_ids,
-            dtype=text.dtype() or config.dtype() or "float32",
-        ),
-        config.fields.place,
+    if shape.hidden_size % shape.num_heads:
+        raise text.refuse("hidden_size", f"must be a multiple of num_attention_heads, which is {shape.num_heads}")
+    period = text.integer("sliding_window_pattern", _FULL_EVERY)
+    if text.integer("_sliding_window_pattern", period) != period:
+        raise text.refuse("_sliding_window_pattern", "transformers reads sliding_window_pattern; write that")
+    kinds = layer_kinds(text, shape.num_layers, lambda layer: (layer + 1) % period == 0)
+    # transformers masks 0 <= q - k < sliding_window for Gemma 3: the query itself is counted already.
+    layers = shape.layers(kinds, window_of_sliding(text, kinds, _WINDOW), rotaries)
+    return model_from_json(
+        text,
+        _DEFAULTS,
+        end_token_ids,
+        "gemma3",
+        shape,
+        layers,
+        whole=config,
+        embedding_scale=shape.hidden_size**0.5,
+        final_logit_softcap=text.optional_number("final_logit_softcapping"),
     )
 
 
 def _refuse_variants(text: ConfigJson) -> None:
     if text.optional_boolean("use_bidirectional_attention"):
-        raise text.refuse(
-            "use_bidirectional_attention",
-            "this is an encoder, and only causal models can generate; use the model it was made from",
-        )
-    if text.boolean("attention_bias", False):
-        raise text.refuse("attention_bias", "Gemma 3 layers are built without biases")
+        raise text.refuse("use_bidirectional_attention", IS_ENCODER)
     if text.optional_integer("num_kv_shared_layers"):
-        raise text.refuse(
+        raise text.not_built(
             "num_kv_shared_layers",
             "Gemma 3 is built with K and V in every layer; use a checkpoint in which each layer has its own",
         )
-    if text.string("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
-        raise text.refuse("hidden_activation", "it is not built; Gemma 3 uses gelu_pytorch_tanh")
-    if text.fields.has_value("per_layer_config") and len(list(text.fields.optional_object("per_layer_config"))) > 0:
-        raise text.refuse("per_layer_config", "Gemma 3 is built with layers of one shape; leave it out")
-
-
-def _special_tokens(config: ConfigJson, text: ConfigJson) -> tuple[int | None, tuple[int, ...]]:
-    """Token that begins a text and tokens that end one: of the whole config where it states them, else of its text
-    part. null means none."""
-    place = next((each for each in (config, text) if "bos_token_id" in each), None)
-    bos_token_id = 2 if place is None else place.optional_integer("bos_token_id")
-    place = next((each for each in (config, text) if each.fields.has_value("eos_token_id")), text)
-    return bos_token_id, place.token_ids("eos_token_id") if "eos_token_id" in place else (1,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
-    """What all layers have alike."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    query_scale: float
-    mlp_width: int
-
-    def layer(self, kind: str, window_tokens: int | None, rope_theta: float, rope_divisor: float = 1.0) -> LayerConfig:
-        attention = AttentionConfig(
-            kind=kind,
-            window_tokens=window_tokens,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            k_dim=self.head_dim,
-            v_dim=self.head_dim,
-            scale=self.query_scale,
-            rotary=RotaryConfig(self.head_dim, rope_theta, rope_divisor),
-            qk_norm="heads",
-        )
-        return LayerConfig(attention, MLPConfig(self.mlp_width, "gelu_tanh"), _NORMS)
-
-
-def _layers(text: ConfigJson, shape: _Shape) -> tuple[LayerConfig, ...]:
-    num_layers = text.integer("num_hidden_layers", 26)
-    kinds = text.layer_types(num_layers, _KINDS)
-    if kinds is None:
-        period = text.integer("sliding_window_pattern", _FULL_EVERY)
-        if text.integer("_sliding_window_pattern", period) != period:
-            raise text.refuse("_sliding_window_pattern", "transformers reads sliding_window_pattern; write that")
-        kinds = tuple(_KINDS[(layer + 1) % period != 0] for layer in range(num_layers))
-    ropes = {kind: _rope(text, kind) for kind in _KINDS}
-    # transformers masks 0 <= q - k < sliding_window for Gemma 3: the query itself is counted already.
-    windows: dict[str, int | None] = {"full_attention": None}
-    if "sliding_attention" in kinds:
-        windows["sliding_attention"] = text.integer("sliding_window", 4096)
-    layer_of = {kind: shape.layer(kind, windows[kind], *ropes[kind]) for kind in windows}
-    return tuple(layer_of[kind] for kind in kinds)
-
-
-def _rope(text: ConfigJson, kind: str) -> tuple[float, float]:
-    """(theta, position divisor) of the layers of `kind`. The old scaling keys are about full layers only. Where both
-    are given they win over the new ones, as in transformers."""
-    nested = ConfigJson(text.fields.optional_object("rope_parameters"))
-    others = sorted(set(nested.fields) - set(_KINDS))
-    if others:
-        raise text.refuse(
-            "rope_parameters",
-            "rope_parameters must be given per layer type for Gemma 3, as {'full_attention': {...}, ...}",
-        )
-    parameters = nested.fields.optional_object(kind)
-    if kind == "full_attention" and text.fields.has_value("rope_scaling"):
-        parameters = parameters.overlaid(text.fields.object("rope_scaling"))
-    rope = read_rope(ConfigJson(parameters))
-    # It is read even where it is not used, so that a value out of range is always refused.
-    old_theta = text.number("rope_theta" if kind == "full_attention" else "rope_local_base_freq", _ROPE_THETA[kind])
-    return rope.theta or old_theta, rope.factor
+    if list(text.fields.optional_object("per_layer_config")):
+        raise text.not_built("per_layer_config", "Gemma 3 is built with layers of one shape; leave it out")
 
 
 def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:
-    """Raises ModelLoadError: metadata that is missing or unusable, or a variant that is not built."""
-    num_layers = config.integer("block_count")
-    hidden_size, num_heads = config.integer("embedding_length"), config.integer("attention.head_count")
-    head_dim = config.integer("attention.key_length")
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if config.integer(key, head_dim) != head_dim:
-            raise config.refuse(key, f"Gemma 3 is built with heads of one length, all of it rotated: {head_dim}")
-    # GGUF does not store query_pre_attn_scalar. It is head_dim, except hidden_size / num_heads in the 27B model
-    # (google/gemma-3-27b: 168 with head_dim 128).
-    query_scalar = hidden_size // num_heads if num_layers == _LAYERS_OF_27B else head_dim
-    shape = _Shape(
-        num_heads=num_heads,
-        num_kv_heads=config.integer("attention.head_count_kv"),
-        head_dim=head_dim,
-        query_scale=query_scalar**-0.5,
-        mlp_width=config.integer("feed_forward_length"),
+    """GGUF does not store query_pre_attn_scalar: it is head_dim, except hidden_size / num_heads in the 27B model
+    (google/gemma-3-27b: 168 with head_dim 128). llama.cpp scales the full layers alone, and caps no scores."""
+    shape = shape_from_gguf(
+        config,
+        tensor_names,
+        rotary=lambda dim: RotaryConfig(dim, config.number("rope.freq_base"), config.rope_factor()),
+        activation="gelu_tanh",
+        qk_norm="heads",
+        norms=AROUND,
     )
-    return checked(
-        ModelConfig(
-            architecture="gemma3",
-            vocab_size=config.vocab_size(),
-            hidden_size=hidden_size,
-            norm_eps=config.number("attention.layer_norm_rms_epsilon"),
-            max_position_embeddings=config.integer("context_length"),
-            layers=_gguf_layers(config, num_layers, shape),
-            tie_word_embeddings="output.weight" not in tensor_names,
-            embedding_scale=hidden_size**0.5,
-            # llama.cpp, whose format this is, applies no cap to the attention of Gemma 3 and takes 0 as "no cap".
-            final_logit_softcap=config.number_or_off("final_logit_softcapping"),
-            bos_token_id=config.bos_token_id(),
-            eos_token_ids=config.end_token_ids(),
-            dtype=config.dtype(),
-        ),
-        config.place,
+    if shape.num_layers == _LAYERS_OF_27B:
+        shape = shape.with_scale((shape.hidden_size / shape.num_heads) ** -0.5)
+    local = RotaryConfig(shape.head_dim, config.number("rope.freq_base_swa", _THETAS[SLIDING]))
+    sliding, full = shape.layer(config.integer("attention.sliding_window"), rotary=local), shape.layer()
+    slides = config.sliding_pattern(shape.num_layers, _FULL_EVERY)  # few files state it
+    return model_from_gguf(
+        config,
+        "gemma3",
+        shape,
+        tuple(sliding if each else full for each in slides),
+        tensor_names,
+        embedding_scale=shape.hidden_size**0.5,
+        final_logit_softcap=config.number_or_off("final_logit_softcapping"),
     )
 
 
-def _gguf_layers(config: ConfigGguf, num_layers: int, shape: _Shape) -> tuple[LayerConfig, ...]:
-    # llama.cpp scales the full layers of Gemma 3 alone.
-    local_theta = config.number("rope.freq_base_swa", _ROPE_THETA["sliding_attention"])
-    sliding = shape.layer("sliding_attention", config.integer("attention.sliding_window"), local_theta)
-    full = shape.layer("full_attention", None, config.number("rope.freq_base"), config.rope_factor())
-    slides = config.sliding_pattern(num_layers, _FULL_EVERY)  # few files state it
-    return tuple(sliding if each else full for each in slides)
-
-
-_HEAD_NORMS = {name: name for name in ("self_attn.q_norm", "self_attn.k_norm")}
 GEMMA3 = Family(
     name="gemma3",
     architectures=("Gemma3ForCausalLM", "Gemma3TextModel", "gemma3_text"),
@@ -216,24 +132,11 @@ GEMMA3 = Family(
     config_from_json=config_from_json,
     config_from_gguf=config_from_gguf,
     weights=WeightMap(
-        safetensors_layer={
-            **SAFETENSORS_LAYER,
-            **_HEAD_NORMS,
-            "post_attention_layernorm": "post_attention_norm",
-            "pre_feedforward_layernorm": "mlp_norm",
-            "post_feedforward_layernorm": "post_mlp_norm",
-        },
-        gguf_layer={
-            **GGUF_LAYER,
-            "attn_q_norm": "self_attn.q_norm",
-            "attn_k_norm": "self_attn.k_norm",
-            "post_attention_norm": "post_attention_norm",
-            "post_ffw_norm": "post_mlp_norm",
-        },
-        prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
-        other_parts={"vision_tower.": "the vision tower", "multi_modal_projector.": "the multimodal projector"},
-        safetensors_norm_offset=1.0,  # the model multiplies by 1 + w
+        safetensors_layer=SAFETENSORS_LAYER | HEAD_NORMS | FOUR_NORMS,
+        gguf_layer=GGUF_LAYER | GGUF_HEAD_NORMS | GGUF_POST_NORMS,
+        prefixes=TEXT_PREFIXES,
+        other_parts=TOWERS,
+        safetensors_norm_offset=1.0,  # the model multiplies by 1 + w; GGUF's converter has added the 1 already
         gguf_divisors=False,
-        gguf_norm_offset=0.0,  # its converter has added the 1 already
     ),
 )

@@ -28,18 +28,10 @@ from lamella.model_executor.weights.stacked import ExpertStack
 
 # What transformers 5.24's GptOssConfig fills in.
 _DEFAULTS = {
-    "vocab_size": 201088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 150_000.0,
-    "attention_bias": True,
-}
+    "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "attention_bias": True,
+}  # fmt: skip
 _NUM_EXPERTS, _TOP_K, _WINDOW = 128, 4, 128
 _ALPHA, _LIMIT = 1.702, 7.0
 _YARN = YarnScaling(32.0, 4096, truncate=False)
@@ -64,8 +56,7 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
     expert = MLPConfig(shape.mlp_width, "silu", has_bias=True, clamp=clamp)
     experts = checked_experts(text, num_experts, expert, router)
     kinds = layer_kinds(text, shape.num_layers, lambda layer: layer % 2 == 1)
-    window = window_of_sliding(text, kinds, _WINDOW)
-    layers = tuple(shape.layer(window if kind == "sliding_attention" else None, has_sinks=True) for kind in kinds)
+    layers = shape.layers(kinds, window_of_sliding(text, kinds, _WINDOW), has_sinks=True)
     return model_from_json(
         text, _DEFAULTS, end_token_ids, "gpt_oss", shape, with_experts(layers, experts, lambda layer: True)
     )

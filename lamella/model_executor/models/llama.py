@@ -16,15 +16,9 @@ from lamella.model_executor.models.weight_map import WeightMap
 
 # What transformers 5.24's LlamaConfig fills in.
 _DEFAULTS = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:

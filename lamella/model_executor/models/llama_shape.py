@@ -3,7 +3,7 @@ one rotary embedding, and layers that differ in little else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +20,17 @@ from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.family import checked
 from lamella.model_executor.models.rope_json import flat_rotary
 
-KINDS = ("full_attention", "sliding_attention")
+FULL, SLIDING = KINDS = ("full_attention", "sliding_attention")
 _ROPE_THETA = 10_000.0
-# transformers' names -> ours. gelu_new is the same formula as gelu_pytorch_tanh.
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+# transformers' names (activations.py) -> ours. Some are one formula in several spellings.
+_ACTIVATIONS = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_tanh"),
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
 
 _PRE_NORMS = NormPlaces()
 
@@ -54,6 +61,23 @@ class LlamaShape:
 
     def with_scale(self, scale: float) -> LlamaShape:
         return replace(self, scale=scale)
+
+    def layers(
+        self,
+        kinds: Sequence[str],
+        window_tokens: int | None,
+        rotaries: Mapping[str, RotaryConfig] | None = None,
+        **attention: Any,
+    ) -> tuple[LayerConfig, ...]:
+        """A layer of each of these kinds, those of one kind being one object; the sliding ones have the window.
+        rotaries: of each kind, where that makes a difference. attention: as for `layer`."""
+
+        def of(kind: str) -> LayerConfig:
+            own = attention if rotaries is None else {**attention, "rotary": rotaries[kind]}
+            return self.layer(window_tokens if kind == SLIDING else None, **own)
+
+        built = {kind: of(kind) for kind in set(kinds)}
+        return tuple(built[kind] for kind in kinds)
 
     def layer(self, window_tokens: int | None = None, **attention: Any) -> LayerConfig:
         """A layer with a sliding window of so many keys, the query's own included; None: full attention. attention:
@@ -145,7 +169,7 @@ def head_size(config: ConfigJson, defaults: Defaults) -> int:
 def activation(config: ConfigJson, key: str, default: str) -> str:
     name = config.string(key, default)
     if name not in _ACTIVATIONS:
-        raise config.refuse(key, f"it is not built; known: {', '.join(_ACTIVATIONS)}")
+        raise config.not_built(key, f"it is not built; known: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
@@ -159,7 +183,7 @@ def window_of_sliding(config: ConfigJson, kinds: tuple[str, ...], default: int |
     """`sliding_window`: how many keys a sliding layer sees, the query's own included, as transformers masks
     0 <= q - k < sliding_window. Raises ModelLoadError where there are such layers and it is null."""
     window = config.optional_integer("sliding_window") if "sliding_window" in config else default
-    if window is None and "sliding_attention" in kinds:
+    if window is None and SLIDING in kinds:
         raise config.refuse("sliding_window", "there are sliding layers, so it must be a number of keys")
     return window
 
@@ -177,17 +201,21 @@ def model_from_json(
     **fields: Any,
 ) -> ModelConfig:
     """defaults: what transformers fills in, bos_token_id and eos_token_id included where it has them; those outside of
-    the vocabulary are none. whole: the file, where `config` is a part of it; transformers reads `tie_word_embeddings`
-    from there alone. eps_key: the norms' epsilon. fields: of ModelConfig, as the family has them."""
+    the vocabulary are none. whole: the file, where `config` is a part of it: tokens that begin and end a text are its
+    own where it states them, and transformers reads `tie_word_embeddings` from there alone. eps_key: the norms'
+    epsilon. fields: of ModelConfig, as the family has them."""
+    whole = whole or config
     vocab_size = with_default(config, defaults, "vocab_size")
-    bos_token_id = config.optional_integer("bos_token_id")
-    if "bos_token_id" not in config and defaults.get("bos_token_id", vocab_size) < vocab_size:
+    place = whole if "bos_token_id" in whole else config
+    bos_token_id = place.optional_integer("bos_token_id")
+    if "bos_token_id" not in place and defaults.get("bos_token_id", vocab_size) < vocab_size:
         bos_token_id = defaults["bos_token_id"]
-    if end_token_ids is None and "eos_token_id" in config:
-        end_token_ids = config.token_ids("eos_token_id")
-    elif end_token_ids is None:
-        end_token_ids = tuple(token_id for token_id in end_tokens(defaults) if token_id < vocab_size)
-    is_tied = (whole or config).boolean("tie_word_embeddings", defaults.get("tie_word_embeddings", False))
+    place = whole if whole.fields.has_value("eos_token_id") else config
+    own_end_ids = tuple(token_id for token_id in end_tokens(defaults) if token_id < vocab_size)
+    if "eos_token_id" in place:  # read even where it is not used, so that a value out of range is always refused
+        own_end_ids = place.token_ids("eos_token_id")
+    end_token_ids = own_end_ids if end_token_ids is None else end_token_ids
+    is_tied = whole.boolean("tie_word_embeddings", defaults.get("tie_word_embeddings", False))
     return checked(
         ModelConfig(
             **{
@@ -200,7 +228,7 @@ def model_from_json(
                 "tie_word_embeddings": is_tied,
                 "bos_token_id": bos_token_id,
                 "eos_token_ids": end_token_ids,
-                "dtype": config.dtype() or (whole.dtype() if whole else None) or "float32",
+                "dtype": config.dtype() or whole.dtype() or "float32",
                 **fields,
             }
         ),
@@ -214,27 +242,36 @@ def end_tokens(defaults: Defaults) -> tuple[int, ...]:
 
 
 def shape_from_gguf(
-    config: ConfigGguf, tensor_names: Collection[str], *, has_partial: bool = False, **fields: Any
+    config: ConfigGguf,
+    tensor_names: Collection[str],
+    *,
+    has_partial: bool = False,
+    has_own_v_dim: bool = False,
+    rotary: Callable[[int], RotaryConfig] | None = None,
+    **fields: Any,
 ) -> LlamaShape:
-    """Which projections have biases is told by the tensors. has_partial: whether the family turns a part of its heads.
-    fields: of LlamaShape, as the family has them."""
-    hidden_size, num_heads = config.integer("embedding_length"), config.integer("attention.head_count")
+    """Which projections have biases is told by the tensors. has_partial: whether the family turns a part of its heads;
+    has_own_v_dim: whether it reads the size of V itself. rotary: where the family reads it itself, of how many
+    elements. fields: of LlamaShape, as the family has them; numbers that it reads itself, as they differ from layer to
+    layer, are not read here."""
+    hidden_size = config.integer("embedding_length")
+    num_heads = fields.pop("num_heads", None) or config.integer("attention.head_count")
     if hidden_size % num_heads and not config.has("attention.key_length"):
         raise config.refuse("embedding_length", f"{num_heads} attention heads cannot share it; give key_length")
     head_dim = config.integer("attention.key_length", hidden_size // num_heads)
-    if config.integer("attention.value_length", head_dim) != head_dim:
+    if not has_own_v_dim and config.integer("attention.value_length", head_dim) != head_dim:
         raise config.refuse("attention.value_length", f"it is built with heads of one length: {head_dim}")
     rotary_dim = config.integer("rope.dimension_count", head_dim)
     if rotary_dim != head_dim and not (has_partial and rotary_dim < head_dim):
         raise config.refuse("rope.dimension_count", f"it is built with whole heads rotated: {head_dim}")
     return LlamaShape(
-        num_layers=config.integer("block_count"),
+        num_layers=config.num_layers(),
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=config.integer("attention.head_count_kv", num_heads),
+        num_kv_heads=fields.pop("num_kv_heads", None) or config.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        mlp_width=config.integer("feed_forward_length"),
-        rotary=config.rotary(rotary_dim, _ROPE_THETA),
+        mlp_width=fields.pop("mlp_width", None) or config.integer("feed_forward_length"),
+        rotary=rotary(rotary_dim) if rotary else config.rotary(rotary_dim, _ROPE_THETA),
         qkv_bias="blk.0.attn_q.bias" in tensor_names or "blk.0.attn_qkv.bias" in tensor_names,
         output_bias="blk.0.attn_output.bias" in tensor_names,
         mlp_bias="blk.0.ffn_down.bias" in tensor_names,
@@ -263,6 +300,7 @@ def model_from_gguf(
                 "norm_eps": config.number(eps_key),
                 "max_position_embeddings": config.integer("context_length"),
                 "tie_word_embeddings": "output.weight" not in tensor_names,
+                "num_left_out_layers": config.num_extra_layers(),
                 "bos_token_id": config.bos_token_id(),
                 "eos_token_ids": config.end_token_ids(),
                 "dtype": config.dtype(),

@@ -19,31 +19,16 @@ from lamella.model_executor.models.llama_shape import (
     window_of_sliding,
     with_default,
 )
-from lamella.model_executor.models.mistral import MISTRAL3_WRAPPER, MISTRAL_WEIGHTS
+from lamella.model_executor.models.mistral import MISTRAL3_WRAPPER, MISTRAL_DEFAULTS, MISTRAL_WEIGHTS
 from lamella.model_executor.models.rope_json import flat_parameters, flat_rotary
 from lamella.model_executor.models.typed_fields import TypedFields
 from lamella.model_executor.models.weight_map import WeightMap, paired
 
-# What transformers 5.24's MinistralConfig and Ministral3Config fill in.
-_DEFAULTS = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+# What transformers 5.24's Ministral3Config fills in; its MinistralConfig has Mistral's.
 _DEFAULTS_OF_3 = {
-    **_DEFAULTS,
-    "vocab_size": 131072,
-    "num_hidden_layers": 34,
-    "head_dim": 128,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-5,
-}
+    **MISTRAL_DEFAULTS, "vocab_size": 131072, "num_hidden_layers": 34, "head_dim": 128,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 _WINDOW = 4096
 _ROPE_OF_3 = {
     "rope_type": "yarn",
@@ -59,12 +44,11 @@ _ITS_ROPE_KEYS = frozenset({"llama_4_scaling_beta", "max_position_embeddings"})
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
     """A window that is left out is 4,096, one that is null none."""
-    shape = shape_from_json(text, _DEFAULTS)
+    shape = shape_from_json(text, MISTRAL_DEFAULTS)
     window = text.optional_integer("sliding_window") if "sliding_window" in text else _WINDOW
     kinds = layer_kinds(text, shape.num_layers, lambda layer: window is None)
-    window = window_of_sliding(text, kinds, _WINDOW)
-    layers = tuple(shape.layer(window if kind == "sliding_attention" else None) for kind in kinds)
-    return model_from_json(text, _DEFAULTS, end_token_ids, "ministral", shape, layers)
+    layers = shape.layers(kinds, window_of_sliding(text, kinds, _WINDOW))
+    return model_from_json(text, MISTRAL_DEFAULTS, end_token_ids, "ministral", shape, layers)
 
 
 def config_of_3_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:

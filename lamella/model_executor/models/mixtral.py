@@ -8,23 +8,12 @@ from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.experts_json import EXPERTS_LAYER, checked_experts, count_of, with_experts
 from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.llama_shape import model_from_json, shape_from_json
+from lamella.model_executor.models.mistral import MISTRAL_DEFAULTS
 from lamella.model_executor.models.mlp_config import MLPConfig, RouterConfig
 from lamella.model_executor.models.weight_map import WeightMap
 
 # What transformers 5.24's MixtralConfig fills in.
-_DEFAULTS = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1_000_000.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_DEFAULTS = {**MISTRAL_DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
 _NUM_EXPERTS, _TOP_K = 8, 2
 
 

@@ -21,8 +21,8 @@ class GateClamp:
 
 @dataclass(frozen=True, slots=True)
 class MLPConfig:
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) where it is not gated. activation: "silu" or
-    "gelu_tanh"; clamp: of a gated one."""
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) where it is not gated. activation: "silu",
+    "gelu_tanh", "gelu" (by erf), "quick_gelu", "relu" or "relu_squared"; clamp: of a gated one."""
 
     width: int
     activation: str

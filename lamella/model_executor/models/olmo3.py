@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from lamella.model_executor.models.config import ModelConfig, NormPlaces, RotaryConfig
+from lamella.model_executor.models.config import BEHIND, ModelConfig, RotaryConfig
 from lamella.model_executor.models.config_gguf import ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.family import Family
 from lamella.model_executor.models.llama_shape import (
-    KINDS,
+    FULL,
+    SLIDING,
     head_size,
     layer_kinds,
     model_from_gguf,
@@ -20,71 +21,49 @@ from lamella.model_executor.models.llama_shape import (
     window_of_sliding,
     with_default,
 )
-from lamella.model_executor.models.rope_json import read_rotary, renamed
+from lamella.model_executor.models.rope_json import rotaries_with_old_keys
 from lamella.model_executor.models.sharding import ROW_NORM_SHARDING
 from lamella.model_executor.models.weight_map import (
     GGUF_HEAD_NORMS,
     GGUF_LAYER,
+    GGUF_POST_NORMS,
     HEAD_NORMS,
+    POST_NORMS,
     SAFETENSORS_LAYER,
     WeightMap,
 )
 
 # What transformers 5.24's Olmo2Config and Olmo3Config fill in.
 _DEFAULTS = {
-    "vocab_size": 50304,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 50279,
-}
-_WINDOW, _FULL_EVERY, _THETA_OF_3 = 4096, 4, 500_000.0
-_NORMS = NormPlaces(input=False, post_attention=True, mlp=False, post_mlp=True)
+    "vocab_size": 50304, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279,
+}  # fmt: skip
+_WINDOW, _FULL_EVERY = 4096, 4
+_THETAS_OF_3 = {FULL: 500_000.0, SLIDING: 500_000.0}
 
 
 def config_of_2_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
-    shape = shape_from_json(text, _DEFAULTS, attention_bias=True, qk_norm="projection", norms=_NORMS)
+    shape = shape_from_json(text, _DEFAULTS, attention_bias=True, qk_norm="projection", norms=BEHIND)
     return model_from_json(text, _DEFAULTS, end_token_ids, "olmo2", shape, (shape.layer(),) * shape.num_layers)
 
 
 def config_of_3_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
-    ropes = {kind: _rotary(text, kind) for kind in KINDS}
+    """The old keys, `rope_scaling` and `rope_theta`, are about full layers only, as in transformers."""
+    max_positions = with_default(text, _DEFAULTS, "max_position_embeddings")
+    rotaries = rotaries_with_old_keys(
+        text, head_size(text, _DEFAULTS), _THETAS_OF_3, {FULL: "rope_theta"}, max_positions=max_positions
+    )
     shape = shape_from_json(
-        text, _DEFAULTS, rotary=ropes[KINDS[0]], attention_bias=True, qk_norm="projection", norms=_NORMS
+        text, _DEFAULTS, rotary=rotaries[FULL], attention_bias=True, qk_norm="projection", norms=BEHIND
     )
     kinds = layer_kinds(text, shape.num_layers, lambda layer: (layer + 1) % _FULL_EVERY == 0)
-    window = window_of_sliding(text, kinds, _WINDOW)
-    layer_of = {kind: shape.layer(None if kind == KINDS[0] else window, rotary=ropes[kind]) for kind in set(kinds)}
-    layers = tuple(layer_of[kind] for kind in kinds)
+    layers = shape.layers(kinds, window_of_sliding(text, kinds, _WINDOW), rotaries)
     return model_from_json(text, _DEFAULTS, end_token_ids, "olmo3", shape, layers)
-
-
-def _rotary(text: ConfigJson, kind: str) -> RotaryConfig:
-    """The old keys, `rope_scaling` and `rope_theta`, are about full layers only, as in transformers."""
-    nested = ConfigJson(text.fields.optional_object("rope_parameters"))
-    if others := sorted(set(nested.fields) - set(KINDS)):
-        raise text.refuse(
-            "rope_parameters", f"{others[0]} means nothing there; give them per layer type, {{{KINDS[0]!r}: {{...}}}}"
-        )
-    parameters, theta = nested.fields.optional_object(kind), _THETA_OF_3
-    if kind == KINDS[0]:
-        theta = text.number("rope_theta", _THETA_OF_3)
-        if text.fields.has_value("rope_scaling"):
-            parameters = parameters.overlaid(text.fields.object("rope_scaling"))
-    return read_rotary(
-        ConfigJson(renamed(parameters)),
-        head_size(text, _DEFAULTS),
-        theta=theta,
-        max_positions=with_default(text, _DEFAULTS, "max_position_embeddings"),
-    )
 
 
 def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:
     """Both write the same architecture. A window stands for OLMo 3, whose sliding layers are not scaled."""
-    shape = shape_from_gguf(config, tensor_names, qk_norm="projection", norms=_NORMS)
+    shape = shape_from_gguf(config, tensor_names, qk_norm="projection", norms=BEHIND)
     layers = (shape.layer(),) * shape.num_layers
     if config.has("attention.sliding_window"):
         window = config.integer("attention.sliding_window")
@@ -97,18 +76,8 @@ def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> Model
 
 
 _WEIGHTS = WeightMap(
-    safetensors_layer={
-        **SAFETENSORS_LAYER,
-        **HEAD_NORMS,
-        "post_attention_layernorm": "post_attention_norm",
-        "post_feedforward_layernorm": "post_mlp_norm",
-    },
-    gguf_layer={
-        **GGUF_LAYER,
-        **GGUF_HEAD_NORMS,
-        "post_attention_norm": "post_attention_norm",
-        "post_ffw_norm": "post_mlp_norm",
-    },
+    safetensors_layer=SAFETENSORS_LAYER | HEAD_NORMS | POST_NORMS,
+    gguf_layer=GGUF_LAYER | GGUF_HEAD_NORMS | GGUF_POST_NORMS,
     sharding=ROW_NORM_SHARDING,
 )
 OLMO2 = Family(

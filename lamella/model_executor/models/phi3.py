@@ -23,17 +23,10 @@ from lamella.model_executor.models.weight_map import GGUF_LAYER, SAFETENSORS_LAY
 
 # What transformers 5.24's Phi3Config fills in.
 _DEFAULTS = {
-    "vocab_size": 32064,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 32000,
-}
+    "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000,
+}  # fmt: skip
 _OLD_KINDS = ("su", "yarn")  # read as longrope, whatever they mean elsewhere
 
 
@@ -65,8 +58,7 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
 
 def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:
     shape = shape_from_gguf(config, tensor_names, has_partial=True)
-    window = config.integer("attention.sliding_window", 0) or None
-    return model_from_gguf(config, "phi3", shape, (shape.layer(window),) * shape.num_layers, tensor_names)
+    return model_from_gguf(config, "phi3", shape, (shape.layer(config.window()),) * shape.num_layers, tensor_names)
 
 
 PHI3 = Family(

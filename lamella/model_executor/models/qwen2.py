@@ -9,21 +9,22 @@ from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.models.config_gguf import ConfigGguf
 from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.family import Family
-from lamella.model_executor.models.llama_shape import model_from_gguf, model_from_json, shape_from_gguf, shape_from_json
+from lamella.model_executor.models.llama_shape import (
+    SLIDING,
+    layer_kinds,
+    model_from_gguf,
+    model_from_json,
+    shape_from_gguf,
+    shape_from_json,
+)
 from lamella.model_executor.models.weight_map import WeightMap
 
 # What transformers 5.24's Qwen2Config fills in.
 _DEFAULTS = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-}
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+}  # fmt: skip
 _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
-_KINDS = ("full_attention", "sliding_attention")
 
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
@@ -34,25 +35,24 @@ def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[
 
 def windows(text: ConfigJson, num_layers: int) -> tuple[int | None, ...]:
     """Each layer's window; None: it has none."""
-    kinds, window = _kinds(text, num_layers), _window(text)
-    if "sliding_attention" in kinds and window is None:
+    window = window_of_switched(text)
+    first = text.integer("max_window_layers", _MAX_WINDOW_LAYERS) if window is not None else num_layers
+    kinds = layer_kinds(text, num_layers, lambda layer: layer < first)
+    refuse_without_window(text, kinds, window)
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def refuse_without_window(text: ConfigJson, kinds: Collection[str], window: int | None) -> None:
+    if SLIDING in kinds and window is None:
         raise text.refuse("layer_types", "there are sliding layers, but use_sliding_window is off; switch it on")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _window(text: ConfigJson) -> int | None:
-    """transformers masks 0 <= q - k < sliding_window: the query itself is counted already."""
+def window_of_switched(text: ConfigJson) -> int | None:
+    """The window where the config switches windows on. transformers masks 0 <= q - k < sliding_window: the query itself
+    is counted already."""
     if not text.boolean("use_sliding_window", False):
         return None
     return text.optional_integer("sliding_window") if "sliding_window" in text else _WINDOW
-
-
-def _kinds(text: ConfigJson, num_layers: int) -> tuple[str, ...]:
-    kinds = text.layer_types(num_layers, _KINDS)
-    if kinds is not None:
-        return kinds
-    first = text.integer("max_window_layers", _MAX_WINDOW_LAYERS) if _window(text) is not None else num_layers
-    return tuple(_KINDS[layer >= first] for layer in range(num_layers))
 
 
 def config_from_gguf(config: ConfigGguf, tensor_names: Collection[str]) -> ModelConfig:

@@ -14,10 +14,10 @@ from lamella.model_executor.models.experts_json import (
     EXPERTS_LAYER,
     checked_experts,
     count_of,
-    layer_numbers,
     with_experts,
 )
 from lamella.model_executor.models.family import Family
+from lamella.model_executor.models.layer_lists import layer_numbers
 from lamella.model_executor.models.llama_shape import (
     LlamaShape,
     layer_kinds,
@@ -27,33 +27,28 @@ from lamella.model_executor.models.llama_shape import (
     shape_from_json,
 )
 from lamella.model_executor.models.mlp_config import ExpertsConfig, MLPConfig, RouterConfig
+from lamella.model_executor.models.qwen2 import refuse_without_window, window_of_switched
 from lamella.model_executor.models.weight_map import GGUF_HEAD_NORMS, GGUF_LAYER, HEAD_NORMS, WeightMap
 
 # What transformers 5.24's Qwen2MoeConfig and Qwen3MoeConfig fill in.
 _QWEN2 = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "max_position_embeddings": 32768,
-}
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 32768,
+}  # fmt: skip
 _QWEN2_EXPERTS = {"moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_experts": 60}
 _QWEN3 = _QWEN2 | {"intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4}
 _QWEN3_EXPERTS = {"moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128}
-_SHARED_WIDTH, _WINDOW, _MAX_WINDOW_LAYERS = 5632, 4096, 28
+_SHARED_WIDTH, _MAX_WINDOW_LAYERS = 5632, 28
 
 
 def qwen2_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
     """Where windows are switched on, every other one of the first `max_window_layers` layers slides."""
     shape = shape_from_json(text, _QWEN2, qkv_bias=text.boolean("qkv_bias", True))
-    window = _window(text)
+    window = window_of_switched(text)
     first_full = text.integer("max_window_layers", _MAX_WINDOW_LAYERS) if window is not None else 0
     kinds = layer_kinds(text, shape.num_layers, lambda layer: layer % 2 == 1 or layer >= first_full)
-    if "sliding_attention" in kinds and window is None:
-        raise text.refuse("layer_types", "there are sliding layers, but use_sliding_window is off; switch it on")
-    layers = tuple(shape.layer(window if kind == "sliding_attention" else None) for kind in kinds)
+    refuse_without_window(text, kinds, window)
+    layers = shape.layers(kinds, window)
     shared = MLPConfig(text.integer("shared_expert_intermediate_size", _SHARED_WIDTH), shape.activation)
     experts = replace(_experts(text, _QWEN2_EXPERTS, shape), shared=shared, shared_has_gate=True)
     return _model(text, _QWEN2, end_token_ids, "qwen2_moe", shape, layers, experts)
@@ -62,16 +57,9 @@ def qwen2_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[i
 def qwen3_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:
     """Where windows are switched on, every layer slides."""
     shape = shape_from_json(text, _QWEN3, attention_bias=True, qk_norm="heads")
-    layers = (shape.layer(_window(text)),) * shape.num_layers
+    layers = (shape.layer(window_of_switched(text)),) * shape.num_layers
     experts = _experts(text, _QWEN3_EXPERTS, shape)
     return _model(text, _QWEN3, end_token_ids, "qwen3_moe", shape, layers, experts)
-
-
-def _window(text: ConfigJson) -> int | None:
-    """transformers masks 0 <= q - k < sliding_window: the query itself is counted already."""
-    if not text.boolean("use_sliding_window", False):
-        return None
-    return text.optional_integer("sliding_window") if "sliding_window" in text else _WINDOW
 
 
 def _experts(text: ConfigJson, defaults: dict[str, int], shape: LlamaShape) -> ExpertsConfig:

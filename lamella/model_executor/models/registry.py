@@ -15,7 +15,9 @@ from lamella.model_executor.models.gemma2 import GEMMA2, VAULTGEMMA
 from lamella.model_executor.models.gemma3 import GEMMA3
 from lamella.model_executor.models.gemma4 import GEMMA4
 from lamella.model_executor.models.gpt_oss import GPT_OSS
-from lamella.model_executor.models.granite import GRANITE, GRANITE_SWA
+from lamella.model_executor.models.granite import GRANITE
+from lamella.model_executor.models.granite_moe import GRANITE_MOE
+from lamella.model_executor.models.granite_swa import GRANITE_SWA
 from lamella.model_executor.models.laguna import LAGUNA
 from lamella.model_executor.models.llama import LLAMA
 from lamella.model_executor.models.llama4 import LLAMA4
@@ -48,6 +50,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA4,
     GRANITE,
     GRANITE_SWA,
+    GRANITE_MOE,
     MINISTRAL,
     MINISTRAL3,
     OLMO2,
@@ -69,6 +72,12 @@ FAMILIES: tuple[Family, ...] = (
     STEP3P5,
 )
 
+# Architectures of GGUF files that are not read, although models of theirs are served from other files.
+_NOT_BUILT = {
+    "gemma3n": "its AltUp streams run by transformers' code alone, which does not read such files; use a Hugging Face "
+    "folder of the model",
+}
+
 
 def known_architectures() -> str:
     """The names that config.json may give, as text for messages."""
@@ -89,9 +98,11 @@ def is_known(fields: TypedFields) -> bool:
 
 
 def is_known_gguf(header: GgufHeader) -> bool:
-    """Whether a family is there for a GGUF file's architecture."""
+    """Whether a family is there for a GGUF file's architecture, or the reason why there is none."""
     name = header.fields().string(ARCHITECTURE_KEY)
-    return any(family.gguf_architecture == name and family.config_from_gguf is not None for family in FAMILIES)
+    return name in _NOT_BUILT or any(
+        family.gguf_architecture == name and family.config_from_gguf is not None for family in FAMILIES
+    )
 
 
 def parse_config(fields: TypedFields, end_token_ids: tuple[int, ...] | None = None) -> ModelConfig:
@@ -153,6 +164,8 @@ def parse_gguf_config(header: GgufHeader) -> ModelConfig:
     """The ModelConfig of `header`. Raises ModelLoadError: unknown architecture, missing or unusable keys."""
     name = header.fields().string(ARCHITECTURE_KEY)
     family = next((family for family in FAMILIES if family.gguf_architecture == name), None)
+    if name in _NOT_BUILT:
+        raise ModelLoadError(f"{header.path}: architecture {shown(name)} is not built: {_NOT_BUILT[name]}")
     if family is None or family.config_from_gguf is None:
         known = ", ".join(family.gguf_architecture for family in FAMILIES if family.gguf_architecture)
         raise ModelLoadError(f"{header.path}: architecture {shown(name)} is not known; known: {known}")

@@ -3,10 +3,10 @@ reads it (`modeling_rope_utils.py`)."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from lamella.errors import ModelLoadError
 from lamella.model_executor.models import config_ranges as ranges
 from lamella.model_executor.models.config import (
     BlendedScaling,
@@ -17,6 +17,8 @@ from lamella.model_executor.models.config import (
 )
 from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.typed_fields import TypedFields, shown
+
+logger = logging.getLogger(__name__)
 
 # All names of all kinds: transformers warns of one that its kind does not use, and leaves it out.
 _KEYS = {
@@ -46,7 +48,7 @@ def flat_rotary(
     old_partial = config.fields.optional_number("partial_rotary_factor", above=0.0, high=1.0)
     if old_partial is not None and not parameters.has_value("partial_rotary_factor"):
         if not has_partial and old_partial != 1.0:
-            raise config.refuse("partial_rotary_factor", "layers of this shape are built with whole heads rotated")
+            raise config.not_built("partial_rotary_factor", "layers of this shape are built with whole heads rotated")
         parameters = parameters.overlaid(
             TypedFields({"partial_rotary_factor": old_partial}, parameters.place, parameters.prefix)
         )
@@ -88,34 +90,36 @@ def read_rotary(
     """The embedding that one object describes, of heads of head_dim elements.
 
     theta: where the object has none. original_positions: instead of the object's own. known, has_partial: see
-    `flat_rotary`. Raises ModelLoadError also for unknown names, since any of them may change the embedding, and for a
-    factor without a kind, which transformers does not apply.
+    `flat_rotary`. What transformers passes over is passed over, and said in the log: a factor without a kind, and the
+    old name of the kind beside the new one. Raises ModelLoadError, for unknown names UnbuiltVariantError, since any of
+    them may change the embedding.
     """
     fields = config.fields
     unknown = sorted(set(fields) - _KEYS - known)
     if unknown:
-        raise ModelLoadError(
-            f"{fields.place}: {fields.prefix}{unknown[0]} is not known; a rotary embedding has "
-            f"{', '.join(sorted(_KEYS | known))}"
+        raise config.not_built(
+            unknown[0], f"it is not known; a rotary embedding has {', '.join(sorted(_KEYS | known))}"
         )
     kind = fields.optional_string("rope_type") or "default"
     if kind not in _KINDS:
-        raise config.refuse("rope_type", f"rope type {shown(kind)} is not built; known: {', '.join(_KINDS)}")
+        raise config.not_built("rope_type", f"rope type {shown(kind)} is not built; known: {', '.join(_KINDS)}")
     old_kind = fields.optional_string("type")
     if old_kind is not None and old_kind != kind:
-        raise config.refuse("type", "transformers reads rope_type, and ignores this name; write rope_type")
-    theta = config.optional_number("rope_theta") or theta
+        logger.warning("%stype=%s is left out: transformers reads rope_type alone", fields.prefix, shown(old_kind))
+    theta = config.number("rope_theta", theta)
     partial = fields.optional_number("partial_rotary_factor", above=0.0, high=1.0)
     if kind == "proportional":
         pairs = int((1.0 if partial is None else partial) * head_dim // 2)
         return RotaryConfig(head_dim, theta, config.number("factor", 1.0), ProportionalScaling(pairs))
     if partial is not None and partial != 1.0 and not has_partial:
-        raise config.refuse("partial_rotary_factor", "layers are built with whole heads rotated; it must be 1")
+        raise config.not_built("partial_rotary_factor", "layers are built with whole heads rotated; it must be 1")
     dim = head_dim if partial is None else int(head_dim * partial)
     if kind == "default":
         if fields.has_value("factor") and config.number("factor") != 1.0:
-            raise config.refuse(
-                "factor", "without rope_type it scales nothing; write rope_type='linear', or leave it out"
+            logger.warning(
+                "%sfactor=%s scales nothing without a rope_type, in transformers either",
+                fields.prefix,
+                fields.raw("factor"),
             )
         return RotaryConfig(dim, theta)
     if kind == "linear":
@@ -174,12 +178,58 @@ def _divisors(config: ConfigJson, key: str, num_pairs: int) -> tuple[float, ...]
     return divisors
 
 
-def rotary_of_kind(
-    config: ConfigJson, kind: str, kinds: Collection[str], head_dim: int, default: RotaryConfig, *, max_positions: int
-) -> RotaryConfig:
-    """The embedding of the layers of one kind, where `rope_parameters` has an object for each; what they are without it
-    is `default`. kinds: of all layers. A part of a head may turn. Raises as `read_rotary`."""
-    if not config.fields.has_value("rope_parameters") or kind not in kinds:
-        return default
-    parameters = renamed(config.object("rope_parameters").fields.object(kind))
-    return read_rotary(ConfigJson(parameters), head_dim, theta=10_000.0, max_positions=max_positions, has_partial=True)
+def rotaries_by_kind(
+    config: ConfigJson,
+    kinds: Collection[str],
+    head_dim: int,
+    defaults: Mapping[str, RotaryConfig],
+    *,
+    max_positions: int,
+) -> dict[str, RotaryConfig]:
+    """The embedding of the layers of each kind, where `rope_parameters` has an object for each; what they are without
+    it is in `defaults`. kinds: of all layers. A part of a head may turn. Raises as `read_rotary`."""
+    if not config.fields.has_value("rope_parameters"):
+        return dict(defaults)
+    by_kind = config.object("rope_parameters").fields
+
+    def of(kind: str) -> RotaryConfig:
+        parameters = ConfigJson(renamed(by_kind.object(kind)))
+        return read_rotary(parameters, head_dim, theta=10_000.0, max_positions=max_positions, has_partial=True)
+
+    return {kind: of(kind) if kind in kinds else default for kind, default in defaults.items()}
+
+
+def rotaries_with_old_keys(
+    config: ConfigJson,
+    head_dim: int,
+    thetas: Mapping[str, float],
+    old_theta_keys: Mapping[str, str],
+    *,
+    max_positions: int,
+) -> dict[str, RotaryConfig]:
+    """As `rotaries_by_kind`, of a family whose older files have `rope_scaling`, which is about full layers alone and
+    wins over their object, and a theta of each kind under `old_theta_keys` (Gemma 3, OLMo 3). thetas: without either.
+    Whole heads turn.
+
+    Where `rope_parameters` is left out, transformers fills in a rope_type, so that `type` of `rope_scaling` says
+    nothing. Raises as `read_rotary`, and UnbuiltVariantError for what stands beside the kinds' objects.
+    """
+    nested = config.fields.optional_object("rope_parameters")
+    if others := sorted(set(nested) - set(thetas)):
+        raise config.not_built(
+            "rope_parameters",
+            f"{others[0]} means nothing there; give them per layer type, {{'full_attention': {{...}}}}",
+        )
+    rotaries = {}
+    for kind, theta in thetas.items():
+        parameters = nested.optional_object(kind)
+        if not nested.has_value(kind):
+            parameters = parameters.overlaid(TypedFields({"rope_type": "default"}, nested.place, parameters.prefix))
+        if kind == "full_attention" and config.fields.has_value("rope_scaling"):
+            parameters = parameters.overlaid(config.fields.object("rope_scaling"))
+        # It is read even where it is not used, so that a value out of range is always refused.
+        theta = config.number(old_theta_keys[kind], theta) if kind in old_theta_keys else theta
+        rotaries[kind] = read_rotary(
+            ConfigJson(renamed(parameters)), head_dim, theta=theta, max_positions=max_positions
+        )
+    return rotaries

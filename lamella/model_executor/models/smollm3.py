@@ -21,18 +21,10 @@ from lamella.model_executor.models.weight_map import WeightMap
 
 # What transformers 5.24's SmolLM3Config fills in.
 _DEFAULTS = {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "rope_theta": 2_000_000.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "tie_word_embeddings": True,
-}
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2_000_000.0,
+    "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True,
+}  # fmt: skip
 _NO_ROPE_EVERY = 4
 
 

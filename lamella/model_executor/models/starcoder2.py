@@ -14,19 +14,11 @@ from lamella.model_executor.models.weight_map import SAFETENSORS_LAYER, WeightMa
 
 # What transformers 5.24's Starcoder2Config fills in.
 _DEFAULTS = {
-    "vocab_size": 49152,
-    "hidden_size": 3072,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 2,
-    "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 4096,
-    "norm_epsilon": 1e-5,
-    "bos_token_id": 50256,
-    "eos_token_id": 50256,
+    "vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
+    "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 4096, "norm_epsilon": 1e-5, "bos_token_id": 50256, "eos_token_id": 50256,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 
 
 def config_from_json(config: ConfigJson, text: ConfigJson, end_token_ids: tuple[int, ...] | None) -> ModelConfig:

@@ -32,26 +32,49 @@ GGUF_LAYER = {
     "attn_norm": "input_norm",
     "ffn_norm": "mlp_norm",
     "ffn_gate_inp": "mlp.router",
+    "exp_probs_b.bias": "mlp.router.correction",
     "ffn_gate_inp_shexp": "mlp.shared_gate",
     "ffn_gate_shexp": "mlp.shared.gate_proj",
     "ffn_up_shexp": "mlp.shared.up_proj",
     "ffn_down_shexp": "mlp.shared.down_proj",
 }
-EXPERT_LAYER = {each: each for each in ("gate_proj", "up_proj", "down_proj")}
+MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
+EXPERT_LAYER = {each: each for each in MLP_PARTS}
 # As transformers' own modules have them, which can be saved as they are.
 SAFETENSORS_STACKS = {
     "mlp.experts.gate_up_proj": ExpertStack(("gate_proj", "up_proj")),
     "mlp.experts.down_proj": ExpertStack(("down_proj",)),
 }
-_GGUF_STACKED = {"ffn_gate_exps": ("gate_proj",), "ffn_up_exps": ("up_proj",), "ffn_down_exps": ("down_proj",)}
+_GGUF_STACKED = {
+    "ffn_gate_exps": ("gate_proj",),
+    "ffn_up_exps": ("up_proj",),
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+    "ffn_down_exps": ("down_proj",),
+}
 GGUF_STACKS = {
     f"{name}.{ending}": ExpertStack(parts, ending=ending)
     for name, parts in _GGUF_STACKED.items()
     for ending in ("weight", "bias")
 }
+# Of layers with norms after each part, and with norms before and after each, as Gemma's files call them.
+POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_mlp_norm",
+}
+FOUR_NORMS = {**POST_NORMS, "pre_feedforward_layernorm": "mlp_norm"}
+GGUF_POST_NORMS = {"post_attention_norm": "post_attention_norm", "post_ffw_norm": "post_mlp_norm"}
 # Norms of Q and K, of the layers that have them.
 HEAD_NORMS = {name: name for name in ("self_attn.q_norm", "self_attn.k_norm")}
 GGUF_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+# What stands before the names of a text model's tensors in multimodal checkpoints, and before those of other parts.
+TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+TOWERS = {
+    "vision_tower.": "the vision tower",
+    "vision_model.": "the vision tower",
+    "multi_modal_projector.": "the multimodal projector",
+    "vit_large_projector.": "the vision projector",
+    "embed_vision.": "the vision projector",
+}
 GGUF_DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 # What stands before the names of tensors that belong to a file's towers, which are usually files of their own (mmproj).
 GGUF_OTHER_PARTS = {
@@ -61,7 +84,14 @@ GGUF_OTHER_PARTS = {
     "mm.": "the vision projector",
     "resampler.": "the vision projector",
 }
-_GGUF_MODEL = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+_GGUF_MODEL = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "embed_tokens_per_layer",
+    "per_layer_model_proj": "per_layer_model_projection",
+    "per_layer_proj_norm": "per_layer_projection_norm",
+}
 # Tables that the configuration gives; transformers has not stored them for years, and does not read them either.
 _ROTARY_BUFFER = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\w*\.\w*inv_freq")
 
@@ -153,6 +183,11 @@ class WeightMap:
         if self.gguf_divisors and name in GGUF_DIVISORS:
             return "rotary divisors, which the configuration has"
         return next((part for prefix, part in GGUF_OTHER_PARTS.items() if name.startswith(prefix)), None)
+
+
+def shared_mlp(stored_name: str) -> dict[str, str]:
+    """The layers of an MLP that is shared beside experts: what files say -> what the model says."""
+    return {f"{stored_name}.{each}": f"mlp.shared.{each}" for each in MLP_PARTS}
 
 
 def paired(weights: WeightMap) -> WeightMap:

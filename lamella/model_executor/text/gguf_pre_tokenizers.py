@@ -46,6 +46,37 @@ _BAILING = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
+# Digits by threes from the right; `\b` of the one's own file.
+_DIGITS_FROM_RIGHT, _DIGITS_TO_BORDER = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", r"\d{1,3}(?=(?:\d{3})*\b)"
+_ASIAN_SCRIPTS = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
+    "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+_JAIS2 = _LLAMA3.removesuffix(r"\s+(?!\S)|\s+") + (
+    r"\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)"
+    r"|\s{1,2}(?!\S)|\s{1}"
+)
+_MINICPM5 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+")
+_EXAONE_MOE = (
+    rf"{_CONTRACTION}|{_BEFORE}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_DEEPSEEK_CODER = (
+    r"[\r\n]",
+    r"\s?\p{L}+",
+    r"\s?\p{P}+",
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    _DIGIT,
+)
+# Words of letters that are not Han, beside runs of Han.
+_NOT_HAN = r"&&[^\p{Han}]]"
+_UPPER_NOT_HAN, _LOWER_NOT_HAN = (each.replace("]", _NOT_HAN) for each in (_UPPER, _LOWER))
+_KIMI = (
+    rf"\p{{Han}}+|{_BEFORE}{_UPPER_NOT_HAN}*{_LOWER_NOT_HAN}+{_CONTRACTION}?"
+    rf"|{_BEFORE}{_UPPER_NOT_HAN}+{_LOWER_NOT_HAN}*{_CONTRACTION}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    rf"|{_LINES_AND_SPACES}"
+)
+_BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,5 +126,14 @@ PRE_TOKENIZERS = {
     "seed-coder": PreTokenizer((_SEED,)),
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), PreTokenizer((_BAILING,))),
     "tekken": PreTokenizer((_TEKKEN,), ignores_merges=True, adds_bos=True),
+    "afmoe": PreTokenizer((_DIGITS_FROM_RIGHT, _ASIAN_SCRIPTS, _DEEPSEEK)),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), PreTokenizer((_DIGITS_TO_BORDER, _GPT4O))),
+    "jais-2": PreTokenizer((_JAIS2,)),
+    "minicpm5": PreTokenizer((_DIGITS, _MINICPM5), ignores_merges=True),
+    "exaone-moe": PreTokenizer((_EXAONE_MOE,)),
+    "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
+    "kimi-k2": PreTokenizer((_KIMI,)),
+    **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat"), PreTokenizer((_BLOOM,))),
+    "viking": PreTokenizer((_BLOOM, _DIGIT)),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), PreTokenizer((_GPT4O,))),
 }

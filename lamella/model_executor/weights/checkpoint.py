@@ -251,11 +251,14 @@ class GgufCheckpoint:
                     )
                 self.tensors[name] = CheckpointTensor(tensor.name, shape, problem, view)
         self._data = GgufTensorData(header)
+        self._rows_per_matrix = {each.name: each.shape[-2] for each in header.tensors.values() if len(each.shape) == 3}
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         tensor = self.tensors[name]
-        if tensor.view is not None and len(tensor.shape) == 1:
-            return self._data.read_rows(tensor.stored_name, tensor.view.expert, tensor.view.expert + 1)[0, start:stop]
+        view = tensor.view
+        if view is not None and len(tensor.shape) == 1:
+            vector = self._data.read_rows(tensor.stored_name, view.expert, view.expert + 1)[0]
+            return vector[view.first + start : view.first + stop]
         return self._data.read_rows(tensor.stored_name, *self._stored_rows(tensor, start, stop))
 
     def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -265,7 +268,9 @@ class GgufCheckpoint:
 
     def _stored_rows(self, tensor: CheckpointTensor, start: int, stop: int) -> tuple[int, int]:
         """Where rows are among all rows of the stored tensor. Each expert's lie one after the other in these files."""
-        first = 0 if tensor.view is None else tensor.view.expert * tensor.shape[0] + tensor.view.first
+        first = 0
+        if tensor.view is not None:
+            first = tensor.view.expert * self._rows_per_matrix[tensor.stored_name] + tensor.view.first
         return first + start, first + stop
 
     def type_name(self, name: str) -> str:

@@ -78,7 +78,11 @@ def plan_parameters(
         plans.append(ParameterPlan(name, shape, parameter_dtype(name, dtype), parts))
     if config.tie_word_embeddings:
         used.add("lm_head.weight")  # where one is stored, it has been found to equal the embeddings
-    left_out = tuple(f"layers.{config.num_layers + extra}." for extra in range(config.num_left_out_layers))
+    left_out = tuple(
+        f"{prefix}.{config.num_layers + extra}."  # of names that the family does not know, as GGUF spells them
+        for prefix in ("layers", "blk")
+        for extra in range(config.num_left_out_layers)
+    )
     problems += [
         f"{stored.stored_name} has no place in the model"
         for name, stored in checkpoint.tensors.items()

@@ -57,11 +57,13 @@ class GgufFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """files: one, or all parts of a split model (`gguf_split.read_gguf_model`), whose metadata the first has."""
+    """files: one, or all parts of a split model (`gguf_split.read_gguf_model`), whose metadata the first has.
+    metadata_end: where that ends in its file, and the table of tensors begins."""
 
     files: tuple[GgufFile, ...]
     metadata: dict[str, Any]  # numeric arrays are numpy arrays, string arrays lists or SkippedStrings
     tensors: dict[str, GgufTensor]
+    metadata_end: int = 0
 
     @property
     def path(self) -> Path:
@@ -113,6 +115,7 @@ class _HeaderReader:
             if key in metadata:
                 raise ModelLoadError(f"{self.path} has the key {shown(key)} twice; keep one of the two")
             metadata[key] = self._value(key, self._take("I")[0], key in string_arrays)
+        metadata_end = self.position
         entries: dict[str, GgufTensor] = {}
         for _ in range(num_tensors):
             tensor = self._tensor()
@@ -123,7 +126,7 @@ class _HeaderReader:
         start = -(-self.position // alignment) * alignment
         tensors = {name: self._placed(tensor, start, alignment) for name, tensor in entries.items()}
         _refuse_overlaps(self.path, tensors.values())
-        return GgufHeader((GgufFile(self.path, self.num_bytes),), metadata, tensors)
+        return GgufHeader((GgufFile(self.path, self.num_bytes),), metadata, tensors, metadata_end)
 
     def _take(self, codes: str) -> tuple[Any, ...]:
         return struct.unpack("<" + codes, self._bytes(struct.calcsize("<" + codes)))

@@ -85,7 +85,7 @@ def read_gguf_model(path: Path, *, string_arrays: Collection[str] = ()) -> GgufH
             f"{path}: {_TENSORS_KEY}={num_tensors}, but its {count} parts hold {len(tensors)}; they are not parts of "
             "one model"
         )
-    return GgufHeader(tuple(files), header.metadata, tensors)
+    return replace(header, files=tuple(files), tensors=tensors)
 
 
 def _number(header: GgufHeader, key: str, default: int) -> int:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lamella.errors import ConfigError
+from lamella.errors import ConfigError, ModelLoadError
 from lamella.model_executor.layers.description import Model
 from lamella.model_executor.models.config import ModelConfig
 from lamella.model_executor.models.generation_config import GENERATION_CONFIG, GenerationConfig, read_generation_config
@@ -74,16 +74,28 @@ def load_config(source: ModelSource) -> ModelConfig:
     Raises ModelLoadError: files unreadable, architecture unknown, a variant that is not built, or weights that do not
     fit.
     """
-    header = None
+    header, fields = None, None
     if source.gguf_path is not None:
         header = read_gguf_model(source.gguf_path)
         config = parse_gguf_config(header)
     else:
-        config = parse_config(read_json_object(source.folder / "config.json"), _generation_config(source).eos_token_ids)
+        fields = read_json_object(source.folder / "config.json")
+        config = parse_config(fields, _generation_config(source).eos_token_ids)
     if source.kind == "dummy":
         check_memory(source.name, {each.name: each.shape for each in _parameters(config)})
         return config
-    return fitted_config(_open(source, config, header), config, _parameters)
+    try:
+        return fitted_config(_open(source, config, header), config, _parameters)
+    except ModelLoadError as error:
+        given = fields and fields.raw("quantization_config")
+        method = given.get("quant_method") if isinstance(given, Mapping) else given
+        if method in (None, "mxfp4"):
+            raise
+        raise ModelLoadError(
+            f"{source.folder / 'config.json'}: quantization_config has quant_method={shown(method)}, and native layers "
+            "read floats, and of GPT-OSS MXFP4; "
+            f'model_impl="transformers" takes what transformers can read here: {error}'
+        ) from error
 
 
 def has_native_family(source: ModelSource) -> bool:

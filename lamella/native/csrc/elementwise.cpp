@@ -54,6 +54,45 @@ struct GeluTanh {
     }
 };
 
+struct QuickGelu {
+    static Vec apply(Vec x) { return x * sigmoid(broadcast(1.702f) * x); }
+};
+
+// x times the standard normal distribution's function, lane by lane: few models have it, and the library's erfc loses no
+// digits where the result is small.
+struct Gelu {
+    static Vec apply(Vec x) {
+        float lanes[VEC_LANES];
+        store(lanes, x);
+        for (float& lane : lanes) lane = 0.5f * lane * std::erfc(-0.70710678f * lane);
+        return load(lanes);
+    }
+};
+
+struct Relu {
+    static Vec apply(Vec x) { return maximum(Vec{}, x); }
+};
+
+struct ReluSquared {
+    static Vec apply(Vec x) {
+        const Vec positive = Relu::apply(x);
+        return positive * positive;
+    }
+};
+
+// visit(the activation that has the number `kind`).
+template <class Visit>
+LAMELLA_INLINE void with_activation(int64_t kind, Visit visit) {
+    switch (kind) {
+        case SILU: return visit(Silu{});
+        case GELU_TANH: return visit(GeluTanh{});
+        case GELU: return visit(Gelu{});
+        case QUICK_GELU: return visit(QuickGelu{});
+        case RELU: return visit(Relu{});
+        case RELU_SQUARED: return visit(ReluSquared{});
+    }
+}
+
 // Near 0 by a polynomial (Cephes, tanhf), because 1 - 2 / (e^2x + 1) would lose its digits there.
 Vec hyperbolic_tangent(Vec x) {
     const Vec square = x * x;
@@ -106,6 +145,26 @@ void gated(const float* gate_up, int64_t step, int64_t num_rows, int64_t width, 
     }
 }
 
+// As `gated`, with the bounds of `gate`.
+template <class Activate>
+void clamped(const Gate& gate, const float* gate_up, int64_t step, int64_t num_rows, int64_t width, float* out,
+             Activate activate) {
+    const Vec limit = broadcast(gate.limit), offset = broadcast(gate.up_offset);
+#pragma omp parallel for schedule(static) if (num_rows * width > PARALLEL_FLOATS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float* from = gate_up + row * step;
+        float* to = out + row * width;
+        for_each_vec(width, [&](int64_t start, int count) {
+            Vec value = get(from + start, count);
+            if (!gate.limits_activated) value = minimum(limit, value);
+            value = activate(value);
+            if (gate.limits_activated) value = minimum(limit, value);
+            const Vec up = maximum(-limit, minimum(limit, get(from + width + start, count)));
+            put(to + start, value * (up + offset), count);
+        });
+    }
+}
+
 }  // namespace
 
 // x[num_rows, width] += rms_norm(y) * post_weight; += y where post_weight is null; nothing is added where y is null.
@@ -141,45 +200,30 @@ LAMELLA_EXPORT void lamella_add_norm(float* x, int64_t x_step, const float* y, i
     }
 }
 
-// out[num_rows, width] = silu(gate) * up for rows of gate_up [gate | up].
-LAMELLA_EXPORT void lamella_gated_silu(const float* gate_up, int64_t step, int64_t num_rows, int64_t width,
-                                       float* out) {
-    gated<Silu>(gate_up, step, num_rows, width, out);
-}
-
-LAMELLA_EXPORT void lamella_gated_gelu_tanh(const float* gate_up, int64_t step, int64_t num_rows, int64_t width,
-                                            float* out) {
-    gated<GeluTanh>(gate_up, step, num_rows, width, out);
+// out[num_rows, width] = activation(gate) * up for rows of gate_up [gate | up].
+LAMELLA_EXPORT void lamella_gated(int64_t activation, const float* gate_up, int64_t step, int64_t num_rows,
+                                  int64_t width, float* out) {
+    with_activation(activation, [&](auto kind) { gated<decltype(kind)>(gate_up, step, num_rows, width, out); });
 }
 
 // out[num_rows, width] = activation(gate) * up with the bounds of `gate`, whose limit is positive.
 LAMELLA_EXPORT void lamella_gated_clamped(const Gate* gate, const float* gate_up, int64_t step, int64_t num_rows,
                                           int64_t width, float* out) {
-    const Vec limit = broadcast(gate->limit), slope = broadcast(gate->slope), offset = broadcast(gate->up_offset);
-#pragma omp parallel for schedule(static) if (num_rows * width > PARALLEL_FLOATS)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const float* from = gate_up + row * step;
-        float* to = out + row * width;
-        for_each_vec(width, [&](int64_t start, int count) {
-            Vec value = get(from + start, count);
-            if (!gate->limits_activated) value = minimum(limit, value);
-            value = gate->is_silu ? value * sigmoid(slope * value) : GeluTanh::apply(value);
-            if (gate->limits_activated) value = minimum(limit, value);
-            const Vec up = maximum(-limit, minimum(limit, get(from + width + start, count)));
-            put(to + start, value * (up + offset), count);
+    if (gate->activation == SILU)
+        return clamped(*gate, gate_up, step, num_rows, width, out, [slope = broadcast(gate->slope)](Vec value) {
+            return value * sigmoid(slope * value);
         });
-    }
+    with_activation(gate->activation, [&](auto kind) {
+        clamped(*gate, gate_up, step, num_rows, width, out, [](Vec value) { return decltype(kind)::apply(value); });
+    });
 }
 
 // out[num_rows, width] = activation(gate) * factor; factor null: activation(gate).
-LAMELLA_EXPORT void lamella_activated_silu(const float* gate, int64_t gate_step, const float* factor,
-                                           int64_t factor_step, int64_t num_rows, int64_t width, float* out) {
-    activated<Silu>(gate, gate_step, factor, factor_step, num_rows, width, out);
-}
-
-LAMELLA_EXPORT void lamella_activated_gelu_tanh(const float* gate, int64_t gate_step, const float* factor,
-                                                int64_t factor_step, int64_t num_rows, int64_t width, float* out) {
-    activated<GeluTanh>(gate, gate_step, factor, factor_step, num_rows, width, out);
+LAMELLA_EXPORT void lamella_activated(int64_t activation, const float* gate, int64_t gate_step, const float* factor,
+                                      int64_t factor_step, int64_t num_rows, int64_t width, float* out) {
+    with_activation(activation, [&](auto kind) {
+        activated<decltype(kind)>(gate, gate_step, factor, factor_step, num_rows, width, out);
+    });
 }
 
 // out[num_rows, width] = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias; bias null: none.

@@ -3,11 +3,15 @@
 // products are chains of its own, and what its experts give is added up in the order of their numbers.
 #include "experts.h"
 
+#include <omp.h>
+#include <time.h>
+
 #include <algorithm>
 #include <vector>
 
 namespace {
 
+constexpr int64_t FEW_ROWS = 64;  // of all experts: with up to so many, threads take whole experts
 constexpr int64_t MAX_ROWS = 1024;  // of an expert at once; with more, what lies between its products leaves the caches
 
 // Which rows go to which expert. Those of expert e are rows[begin[e]] to rows[begin[e + 1] - 1], ascending; weights has
@@ -78,47 +82,124 @@ void start_output(const Experts& experts, const float* x, int64_t num_rows, int6
     }
 }
 
+// Rows of one expert that go through its products together, and the memory that they do it in.
+struct Share {
+    int64_t expert, num_rows;
+    const int64_t* rows;   // [num_rows], of x
+    const float* weights;  // [num_rows]
+    float *taken, *given;  // [num_rows][width]
+    float* gate_up;        // [num_rows][2 * expert width]
+    float* gated;          // [num_rows][expert width]
+};
+
+// Floats that a row of a share needs.
+int64_t row_floats(const Experts& experts) {
+    return 2 * experts.down_projs[0].num_columns + 3 * experts.down_projs[0].depth;
+}
+
+Share make_share(const Experts& experts, const Assignment& assigned, int64_t expert, int64_t begin, int64_t num_rows,
+                 float* scratch) {
+    const int64_t width = experts.down_projs[0].num_columns, expert_width = experts.down_projs[0].depth;
+    float* const given = scratch + num_rows * width;
+    float* const gate_up = given + num_rows * width;
+    return {expert, num_rows, assigned.rows.data() + begin, assigned.weights.data() + begin, scratch, given, gate_up,
+            gate_up + num_rows * 2 * expert_width};
+}
+
+void compute(const Experts& experts, const float* x, const Share& share) {
+    const int64_t width = experts.down_projs[0].num_columns, rows = share.num_rows;
+#pragma omp parallel for schedule(static) if (rows * width > PARALLEL_FLOATS)
+    for (int64_t row = 0; row < rows; row++) {
+        const float* const from = x + share.rows[row] * width;
+        float* const to = share.taken + row * width;
+        const float factor = experts.scales_input ? share.weights[row] : 1.0f;
+        for (int64_t column = 0; column < width; column++) to[column] = from[column] * factor;
+    }
+    multiply(experts.gate_up_projs[share.expert], share.taken, rows, share.gate_up);
+    apply_gate(experts.gate, share.gate_up, rows, experts.down_projs[0].depth, share.gated);
+    multiply(experts.down_projs[share.expert], share.gated, rows, share.given);
+}
+
+void add_given(const Experts& experts, const Share& share, float* out) {
+    const int64_t width = experts.down_projs[0].num_columns, rows = share.num_rows;
+#pragma omp parallel for schedule(static) if (rows * width > PARALLEL_FLOATS)
+    for (int64_t row = 0; row < rows; row++) {
+        const float* const from = share.given + row * width;
+        float* const to = out + share.rows[row] * width;
+        const float factor = experts.scales_input ? 1.0f : share.weights[row];
+        for (int64_t column = 0; column < width; column++) to[column] += from[column] * factor;
+    }
+}
+
+// Whether whole experts, `num_taken` of them, divide evenly among the threads. Products that are divided themselves
+// have the threads wait for each other twice an expert, which for a row or two takes as long as some of the reading.
+bool divides_evenly(int64_t num_taken) {
+    const int64_t num_threads = omp_get_max_threads();
+    return 10 * num_taken >= 9 * num_threads * ceil_div(num_taken, num_threads);
+}
+
+// Every thread takes whole experts; products inside of a parallel region are a thread's own.
+void run_whole_experts(const Experts& experts, const Assignment& assigned, const std::vector<int64_t>& taken,
+                       const float* x, float* out) {
+    const int64_t floats = row_floats(experts);
+    const Scratch scratch = make_scratch(int64_t(assigned.rows.size()) * floats);
+    std::vector<Share> shares;
+    for (const int64_t expert : taken) {
+        const int64_t begin = assigned.begin[expert], num_rows = assigned.begin[expert + 1] - begin;
+        shares.push_back(make_share(experts, assigned, expert, begin, num_rows, scratch.get() + begin * floats));
+    }
+#pragma omp parallel for schedule(dynamic, 1)
+    for (size_t index = 0; index < shares.size(); index++) compute(experts, x, shares[index]);
+    for (const Share& share : shares) add_given(experts, share, out);
+}
+
+// Threads share the products of one expert after the other.
+void run_in_turns(const Experts& experts, const Assignment& assigned, const std::vector<int64_t>& taken, const float* x,
+                  float* out) {
+    int64_t most_rows = 0;
+    for (const int64_t expert : taken)
+        most_rows = std::max(most_rows, assigned.begin[expert + 1] - assigned.begin[expert]);
+    most_rows = std::min(most_rows, MAX_ROWS);
+    const Scratch scratch = make_scratch(most_rows * row_floats(experts));
+    for (const int64_t expert : taken) {
+        const int64_t stop = assigned.begin[expert + 1];
+        for (int64_t begin = assigned.begin[expert]; begin < stop; begin += most_rows) {
+            const int64_t num_rows = std::min(most_rows, stop - begin);
+            const Share share = make_share(experts, assigned, expert, begin, num_rows, scratch.get());
+            compute(experts, x, share);
+            add_given(experts, share, out);
+        }
+    }
+}
+
+void run(const Experts& experts, const float* x, const float* routed, int64_t num_rows, float* out) {
+    const Assignment assigned = assign(experts, routed, num_rows);
+    std::vector<int64_t> taken;  // the experts that have rows
+    for (int64_t expert = 0; expert < experts.routing.num_experts; expert++)
+        if (assigned.begin[expert] < assigned.begin[expert + 1]) taken.push_back(expert);
+    if (experts.meter)
+        for (const int64_t expert : taken) experts.meter[Meter::PASSES + expert]++;
+    start_output(experts, x, num_rows, experts.down_projs[0].num_columns, out);
+    if (int64_t(assigned.rows.size()) <= FEW_ROWS && divides_evenly(int64_t(taken.size())))
+        run_whole_experts(experts, assigned, taken, x, out);
+    else
+        run_in_turns(experts, assigned, taken, x, out);
+}
+
+int64_t nanoseconds(clockid_t clock) {
+    timespec time;
+    clock_gettime(clock, &time);
+    return int64_t(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
+}
+
 }  // namespace
 
 void run_experts(const Experts& experts, const float* x, const float* routed, int64_t num_rows, float* out) {
-    const int64_t count = experts.routing.num_experts;
-    const int64_t width = experts.down_projs[0].num_columns, expert_width = experts.down_projs[0].depth;
-    const Assignment assigned = assign(experts, routed, num_rows);
-    start_output(experts, x, num_rows, width, out);
-    int64_t most_rows = 0;
-    for (int64_t expert = 0; expert < count; expert++)
-        most_rows = std::max(most_rows, assigned.begin[expert + 1] - assigned.begin[expert]);
-    most_rows = std::min(most_rows, MAX_ROWS);
-    const Scratch scratch = make_scratch(most_rows * (2 * width + 3 * expert_width));
-    float* const taken = scratch.get();
-    float* const given = taken + most_rows * width;
-    float* const gate_up = given + most_rows * width;
-    float* const gated = gate_up + most_rows * 2 * expert_width;
-    for (int64_t expert = 0; expert < count; expert++) {
-        const int64_t stop = assigned.begin[expert + 1];
-        for (int64_t begin = assigned.begin[expert]; begin < stop; begin += most_rows) {
-            const int64_t rows = std::min(most_rows, stop - begin);
-            const int64_t* const of = assigned.rows.data() + begin;
-            const float* const weights = assigned.weights.data() + begin;
-#pragma omp parallel for schedule(static) if (rows * width > PARALLEL_FLOATS)
-            for (int64_t row = 0; row < rows; row++) {
-                const float* const from = x + of[row] * width;
-                float* const to = taken + row * width;
-                const float factor = experts.scales_input ? weights[row] : 1.0f;
-                for (int64_t column = 0; column < width; column++) to[column] = from[column] * factor;
-            }
-            multiply(experts.gate_up_projs[expert], taken, rows, gate_up);
-            apply_gate(experts.gate, gate_up, rows, expert_width, gated);
-            multiply(experts.down_projs[expert], gated, rows, given);
-#pragma omp parallel for schedule(static) if (rows * width > PARALLEL_FLOATS)
-            for (int64_t row = 0; row < rows; row++) {
-                const float* const from = given + row * width;
-                float* const to = out + of[row] * width;
-                const float factor = experts.scales_input ? 1.0f : weights[row];
-                for (int64_t column = 0; column < width; column++) to[column] += from[column] * factor;
-            }
-        }
-    }
+    if (!experts.meter) return run(experts, x, routed, num_rows, out);
+    const int64_t wall = nanoseconds(CLOCK_MONOTONIC), processor = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+    run(experts, x, routed, num_rows, out);
+    experts.meter[Meter::WALL] += nanoseconds(CLOCK_MONOTONIC) - wall;
+    experts.meter[Meter::PROCESSOR] += nanoseconds(CLOCK_THREAD_CPUTIME_ID) - processor;
 }
 
 // x and routed [num_rows][width] -> out [num_rows][width]; num_rows is 1 or more.

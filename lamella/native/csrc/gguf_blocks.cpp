@@ -5,39 +5,13 @@
 // For few rows, weights are unpacked in registers on their way from memory. For more rows, a block of a panel is
 // unpacked once, into the L1 cache.
 #include "float_blocks.h"
-#include "gguf_formats.h"
-
+#include "gguf_product.h"
 #include "kernels.h"
+#include "mxfp4_sums.h"
 
 namespace {
 
 constexpr int64_t DIRECT_ROWS = 4;  // with up to so many rows, weights are unpacked in registers
-
-struct Linear {
-    const float* x;         // [num_rows][depth]
-    const int32_t* panels;  // [num_panels][blocks][words][16]
-    float* out;             // [num_rows][num_columns], rows out_step apart
-    int64_t out_step, num_rows, num_columns, depth;
-
-    int64_t num_panels() const { return (num_columns + PANEL - 1) / PANEL; }
-    int64_t num_groups() const { return depth / GROUP_STEPS; }
-
-    void finish(int64_t row, int64_t panel, const float* sums) const {
-        const int64_t column = panel * PANEL, width = std::min<int64_t>(PANEL, num_columns - column);
-        std::memcpy(out + row * out_step + column, sums, width * sizeof(float));
-    }
-};
-
-template <class Format>
-int64_t panel_words(const Linear& linear) {
-    return (linear.num_groups() + Format::GROUPS - 1) / Format::GROUPS * Format::WORDS * PANEL;
-}
-
-// The block of a panel that `group` is in.
-template <class Format>
-const int32_t* block_at(const Linear& linear, int64_t panel, int64_t group) {
-    return linear.panels + panel * panel_words<Format>(linear) + group / Format::GROUPS * Format::WORDS * PANEL;
-}
 
 // Calls visit(step, vec, weights) for the 32 inputs of a group and each register of the 16 outputs.
 template <class Format, class Visit>
@@ -65,7 +39,7 @@ LAMELLA_INLINE void prefetch_block(const int32_t* block) {
 
 // ROWS rows with one panel. A second panel would hide latencies, but its fields no longer fit into 16 registers.
 template <class Format, int ROWS>
-void multiply(const Linear& linear, int64_t panel) {
+void multiply(const GgufProduct& linear, int64_t panel) {
     Vec sums[ROWS][PANEL_VECS] = {};
     const float* x = linear.x;
     for (int64_t begin = 0; begin < linear.num_groups(); begin += Format::GROUPS) {
@@ -83,7 +57,7 @@ void multiply(const Linear& linear, int64_t panel) {
 }
 
 template <class Format, int ROWS>
-void run_direct(const Linear& linear) {
+void run_direct(const GgufProduct& linear) {
     const int64_t num_panels = linear.num_panels();
     const int64_t chunk = std::max<int64_t>(1, num_panels / (16 * omp_get_max_threads()));
 #pragma omp parallel for schedule(dynamic, chunk)
@@ -93,7 +67,7 @@ void run_direct(const Linear& linear) {
 // Unpacks inputs [begin, begin + steps) of a panel to floats [steps][16]. `begin` and BLOCK_STEPS are multiples of a
 // block's inputs.
 template <class Format>
-void convert(const Linear& linear, int64_t panel, int64_t begin, int64_t steps, float* to) {
+void convert(const GgufProduct& linear, int64_t panel, int64_t begin, int64_t steps, float* to) {
     static_assert(BLOCK_STEPS % (Format::GROUPS * GROUP_STEPS) == 0);
     for (int64_t first = begin / GROUP_STEPS; first < (begin + steps) / GROUP_STEPS; first += Format::GROUPS) {
         const int32_t* block = block_at<Format>(linear, panel, first);
@@ -106,14 +80,41 @@ void convert(const Linear& linear, int64_t panel, int64_t begin, int64_t steps, 
     }
 }
 
+template <int ROWS, int PANELS>
+void run_scaled(const GgufProduct& linear) {
+    const int64_t num_panels = linear.num_panels(), num_sets = num_panels / PANELS;
+    const int64_t chunk = std::max<int64_t>(1, num_sets / (8 * omp_get_max_threads()));
+#pragma omp parallel
+    {
+#pragma omp for schedule(dynamic, chunk) nowait
+        for (int64_t set = 0; set < num_sets; set++)
+            if (!multiply_scaled<ROWS, PANELS>(linear, set * PANELS))
+                for (int64_t panel = set * PANELS; panel < (set + 1) * PANELS; panel++)
+                    multiply<MXFP4, ROWS>(linear, panel);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t panel = num_sets * PANELS; panel < num_panels; panel++)
+            if (!multiply_scaled<ROWS, 1>(linear, panel)) multiply<MXFP4, ROWS>(linear, panel);
+    }
+}
+
+// As many sums at once as registers allow: an addition takes several cycles, and panels are streams from memory.
+constexpr int SCALED_SUMS = PANEL_VECS == 1 ? 4 : 2;
+
+template <class Format, int ROWS>
+void run_few(const GgufProduct& linear) {
+    if constexpr (std::is_same_v<Format, MXFP4>)
+        if (takes_scaled_sums(linear)) return run_scaled<ROWS, std::max(1, SCALED_SUMS / ROWS)>(linear);
+    run_direct<Format, ROWS>(linear);
+}
+
 template <class Format>
-void run(const Linear& linear) {
+void run(const GgufProduct& linear) {
     switch (linear.num_rows) {
         case 0: return;
-        case 1: return run_direct<Format, 1>(linear);
-        case 2: return run_direct<Format, 2>(linear);
-        case 3: return run_direct<Format, 3>(linear);
-        case DIRECT_ROWS: return run_direct<Format, DIRECT_ROWS>(linear);
+        case 1: return run_few<Format, 1>(linear);
+        case 2: return run_few<Format, 2>(linear);
+        case 3: return run_few<Format, 3>(linear);
+        case DIRECT_ROWS: return run_few<Format, DIRECT_ROWS>(linear);
     }
     multiply_in_blocks(
         linear.x, linear.num_rows, linear.depth, linear.num_panels(),
@@ -124,7 +125,7 @@ void run(const Linear& linear) {
 }
 
 template <class Format>
-void gather(const Linear& linear, const int64_t* ids, int64_t num_ids, float factor) {
+void gather(const GgufProduct& linear, const int64_t* ids, int64_t num_ids, float factor) {
 #pragma omp parallel for schedule(static) if (num_ids > 16)
     for (int64_t row = 0; row < num_ids; row++) {
         const int64_t column = ids[row] % PANEL;
@@ -148,12 +149,13 @@ void gather(const Linear& linear, const int64_t* ids, int64_t num_ids, float fac
     CASE(8, Q8_0)             \
     CASE(12, Q4_K)            \
     CASE(13, Q5_K)            \
-    CASE(14, Q6_K)
+    CASE(14, Q6_K)            \
+    CASE(39, MXFP4)
 
 // x [num_rows][depth] times the panels' weights: out [num_rows][num_columns], rows out_step apart.
 LAMELLA_EXPORT void lamella_gguf_linear(const float* x, const int32_t* panels, float* out, int64_t out_step,
                                         int64_t format, int64_t num_rows, int64_t num_columns, int64_t depth) {
-    const Linear linear{x, panels, out, out_step, num_rows, num_columns, depth};
+    const GgufProduct linear{x, panels, out, out_step, num_rows, num_columns, depth};
     switch (format) {
 #define CASE(number, Format) \
     case number: return run<Format>(linear);
@@ -169,7 +171,7 @@ LAMELLA_EXPORT int64_t lamella_gguf_gather_rows(const int32_t* panels, int64_t f
                                                 float* out) {
     const int64_t wrong = find_wrong_id(ids, num_ids, num_columns);
     if (wrong >= 0) return wrong;
-    const Linear linear{nullptr, panels, out, depth, num_ids, num_columns, depth};
+    const GgufProduct linear{nullptr, panels, out, depth, num_ids, num_columns, depth};
     switch (format) {
 #define CASE(number, Format) \
     case number: gather<Format>(linear, ids, num_ids, factor); break;

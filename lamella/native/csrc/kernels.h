@@ -8,9 +8,12 @@ constexpr int64_t PARALLEL_FLOATS = 16384;  // element-wise work on fewer takes 
 
 struct Batch;  // attention.cpp
 
-// How a gate and up become one, activation(gate) * up, with bounds. Mirrored in native/elementwise.py.
+// Activations of an MLP, mirrored by ACTIVATIONS in native/elementwise.py.
+enum : int64_t { GELU_TANH, SILU, GELU, QUICK_GELU, RELU, RELU_SQUARED };
+
+// How a gate and up become one, activation(gate) * up, with bounds. Mirrored in native/mlp.py.
 struct Gate {
-    int64_t is_silu;           // else gelu_tanh
+    int64_t activation;        // one of those above
     float limit;               // up lies in [-limit, limit], and the gate is at most that; 0: no bounds
     int64_t limits_activated;  // whether the gate is bounded after its activation, else before
     float slope;               // of silu: g sigmoid(slope g)
@@ -46,10 +49,8 @@ LAMELLA_EXPORT void lamella_gguf_linear(const float* x, const int32_t* panels, f
 LAMELLA_EXPORT void lamella_add_norm(float* x, int64_t x_step, const float* y, int64_t y_step,
                                      const float* post_weight, const float* next_weight, float eps, int64_t num_rows,
                                      int64_t width, float* out);
-LAMELLA_EXPORT void lamella_gated_silu(const float* gate_up, int64_t step, int64_t num_rows, int64_t width,
-                                       float* out);
-LAMELLA_EXPORT void lamella_gated_gelu_tanh(const float* gate_up, int64_t step, int64_t num_rows, int64_t width,
-                                            float* out);
+LAMELLA_EXPORT void lamella_gated(int64_t activation, const float* gate_up, int64_t step, int64_t num_rows,
+                                  int64_t width, float* out);
 LAMELLA_EXPORT void lamella_gated_clamped(const Gate* gate, const float* gate_up, int64_t step, int64_t num_rows,
                                           int64_t width, float* out);
 // Returns 0, or 1 where memory is lacking.

@@ -1,11 +1,11 @@
-"""Fields of config.json that every family reads alike, and the rotary embedding that an object of it describes."""
+"""Fields of config.json that every family reads alike."""
 
 from __future__ import annotations
 
 import pytest
 
-from lamella.errors import InvariantError, ModelLoadError
-from lamella.model_executor.models.config_json import ConfigJson, RopeScaling, read_rope
+from lamella.errors import InvariantError, ModelLoadError, UnbuiltVariantError
+from lamella.model_executor.models.config_json import ConfigJson
 from lamella.model_executor.models.typed_fields import TypedFields
 
 KINDS = ("full_attention", "sliding_attention")
@@ -66,44 +66,26 @@ def test_layer_types_are_one_known_name_for_each_layer():
         config(layer_types=["full_attention", "linear_attention"]).layer_types(2, KINDS)
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, RopeScaling(None, 1.0)),
-        ({"rope_type": "default", "rope_theta": 5e5}, RopeScaling(5e5, 1.0)),
-        ({"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, RopeScaling(1e6, 8.0)),
-        ({"rope_type": "default", "factor": 1.0}, RopeScaling(None, 1.0)),
-        ({"type": "linear", "rope_type": "linear", "factor": 2}, RopeScaling(None, 2.0)),
-        ({"partial_rotary_factor": 1.0}, RopeScaling(None, 1.0)),
-    ],
-    ids=str,
-)
-def test_rotary_embeddings_that_are_built(fields, expected):
-    assert read_rope(config(**fields)) == expected
-
-
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        (
-            {"rope_type": "yarn", "factor": 2.0},
-            "rope_type='yarn': rope type 'yarn' is not built",
-        ),
-        ({"type": "linear", "factor": 2.0}, "type='linear': transformers reads rope_type"),
-        ({"factor": 2.0}, "factor=2.0: without rope_type it scales nothing"),
-        ({"rope_type": "linear"}, "factor is missing"),
-        ({"beta_fast": 32}, "beta_fast is not known"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: layers are built with whole heads"),
-    ],
-    ids=str,
-)
-def test_rotary_embeddings_that_are_not_built_are_refused(fields, told):
-    with pytest.raises(ModelLoadError, match=f"m/config.json: {told}"):
-        read_rope(config(**fields))
-
-
 def test_what_is_inside_of_an_object_is_named_by_both():
     inner = config(text_config={"vocab_size": -1}).object("text_config")
     with pytest.raises(ModelLoadError, match=r"text_config\.vocab_size=-1"):
         inner.integer("vocab_size")
     assert str(inner.refuse("vocab_size", "why")) == "m/config.json: text_config.vocab_size=-1: why"
+
+
+def test_a_variant_that_is_not_built_is_told_from_a_file_that_is_wrong():
+    inner = config(text_config={"gating": "x"}).object("text_config")
+    variant, wrong = inner.not_built("gating", "why"), inner.refuse("gating", "why")
+    assert str(variant) == str(wrong) == "m/config.json: text_config.gating='x': why"
+    assert isinstance(variant, UnbuiltVariantError)
+    assert not isinstance(wrong, UnbuiltVariantError)
+
+
+@pytest.mark.parametrize("key", ["3", "03", "003"])
+def test_fields_of_one_layer(key):
+    """transformers writes as many digits as the last layer's number has."""
+    whole = config(per_layer_config={key: {"head_dim": 5}, "11": {"head_dim": 7, "width": 2}})
+    assert whole.fields_of_layer(3, ("head_dim", "width")).integer("head_dim", 1) == 5
+    assert whole.fields_of_layer(4, ("head_dim",)).integer("head_dim", 1) == 1
+    with pytest.raises(UnbuiltVariantError, match=r"per_layer_config.11.width=2: it is not built layer by layer"):
+        whole.fields_of_layer(11, ("head_dim",))

@@ -6,7 +6,7 @@ import pytest
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.config_json import ConfigJson
-from lamella.model_executor.models.experts_json import checked_experts, count_of, layer_numbers, sparse_kinds
+from lamella.model_executor.models.experts_json import checked_experts, count_of, sparse_kinds
 from lamella.model_executor.models.mlp_config import MLPConfig, RouterConfig
 from lamella.model_executor.models.typed_fields import TypedFields
 
@@ -43,7 +43,3 @@ def test_lists_of_layers():
     assert sparse_kinds(config(mlp_layer_types=["sparse", "dense"]), 2, num_dense=1) == (True, False)
     with pytest.raises(ModelLoadError, match="mlp_layer_types"):
         sparse_kinds(config(mlp_layer_types=["sparse", "other"]), 2, num_dense=1)
-    assert layer_numbers(config(moe_layers=None), "moe_layers", 4) is None
-    assert layer_numbers(config(moe_layers=[0, 3]), "moe_layers", 4) == (0, 3)
-    with pytest.raises(ModelLoadError, match="moe_layers"):
-        layer_numbers(config(moe_layers=[4]), "moe_layers", 4)

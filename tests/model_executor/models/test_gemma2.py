@@ -29,4 +29,4 @@ def test_caps_that_are_null_are_none():
 def test_what_is_refused():
     check_refused("Gemma2", "encoder", use_bidirectional_attention=True)
     check_refused("Gemma2", "sliding_window=None", sliding_window=None)
-    check_refused("VaultGemma", "hidden_activation='gelu'", hidden_activation="gelu")
+    check_refused("VaultGemma", "hidden_activation='mish'", hidden_activation="mish")

@@ -71,4 +71,4 @@ def test_inputs_of_each_layer():
 def test_what_is_refused():
     check_refused("Gemma4", "encoder", use_bidirectional_attention="all")
     check_refused("Gemma4", "rope_theta is missing", rope_parameters={FULL: {}, SLIDING: {}})
-    check_refused("Gemma4", "hidden_size is not built layer by layer", per_layer_config={"0": {"hidden_size": 3}})
+    check_refused("Gemma4", "hidden_size=3: it is not built layer by layer", per_layer_config={"0": {"hidden_size": 3}})

@@ -55,7 +55,14 @@ def test_what_is_refused():
     check_refused("Llama4", "no_rope_layers", no_rope_layers=[1, 0])
     check_refused("Llama4", "attention_chunk_size", attention_chunk_size=None, layer_types=["chunked_attention"] * 48)
     check_refused("Llama4", "moe_layers", moe_layers=[48])
+
+
+def test_a_factor_that_norms_take_out_again():
+    """The norm comes behind the embedding: of m x it is that of x, with eps / m²."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-    check_refused("Llama4", "use_qk_norm", rope_parameters=yarn, use_qk_norm=True)
-    parsed("Llama4", rope_parameters=yarn, use_qk_norm=False)
-    parsed("Llama4", rope_parameters={**yarn, "attention_factor": 1.0}, use_qk_norm=True)
+    yarn |= {"attention_factor": 2.0}
+    first, *_, full = parsed("Llama4", rope_parameters=yarn, num_hidden_layers=4, rms_norm_eps=1e-4).layers
+    assert (first.attention.rotary.magnitude, first.attention.qk_norm_eps) == (1.0, 2.5e-5)
+    assert full.attention.qk_norm_eps is None
+    first = parsed("Llama4", rope_parameters=yarn, use_qk_norm=False).layers[0]
+    assert (first.attention.rotary.magnitude, first.attention.qk_norm_eps) == (2.0, None)

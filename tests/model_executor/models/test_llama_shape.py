@@ -67,7 +67,7 @@ def test_kv_heads_that_are_null_are_as_many_as_heads(architecture: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_act": "mish"}, "hidden_act='mish'"),
         ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size=100.*multiple of num_attention_heads"),
         ({"num_attention_heads": 6, "num_key_value_heads": 4, "head_dim": 8}, "6 attention heads cannot share 4"),
         ({"head_dim": 7}, "head_dim=7"),
@@ -76,7 +76,10 @@ def test_kv_heads_that_are_null_are_as_many_as_heads(architecture: str) -> None:
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
             "high_freq_factor is missing",
         ),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0, "mrope_section": [1]}}, "mrope_section is not known"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0, "mrope_section": [1]}},
+            r"mrope_section=\[1\]: it is not known",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"eos_token_id": 10**6}, "eos_token_id=1000000"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lamella.model_executor.layers.rotary import rotary_frequencies
 from tests.helpers.parsed_configs import check_refused, kinds, parsed, windows
 from tests.helpers.parsed_experts import experts_of, sizes_of, sparse_layers
 
@@ -53,3 +54,18 @@ def test_what_is_refused():
     check_refused("MiMoV2Flash", "topk_group=2", topk_group=2)
     check_refused("MiMoV2Flash", "mlp_layer_types", mlp_layer_types=["sparse"])
     check_refused("MiMoV2Flash", "full_attention", rope_parameters={"rope_type": "default"})
+
+
+def test_an_odd_part_of_a_head_turns_one_more_element():
+    import torch
+    from transformers import MiMoV2FlashConfig
+    from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2FlashRotaryEmbedding
+
+    theirs = MiMoV2FlashConfig(head_dim=40)  # a third of it are 13 elements
+    first, second = parsed("MiMoV2Flash", head_dim=40).layers[:2]
+    for layer, kind in ((first, "full_attention"), (second, "sliding_attention")):
+        wanted, _ = MiMoV2FlashRotaryEmbedding.compute_default_rope_parameters(theirs, layer_type=kind)
+        rotary = layer.attention.rotary
+        assert rotary is not None
+        assert rotary.dim == 2 * len(wanted) == 14
+        torch.testing.assert_close(rotary_frequencies(rotary, torch.device("cpu")), wanted, rtol=1e-6, atol=0)

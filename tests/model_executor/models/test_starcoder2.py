@@ -27,4 +27,4 @@ def test_default_tokens_outside_of_the_vocabulary_are_none():
 
 def test_what_is_refused():
     check_refused("Starcoder2", "eos_token_id=50256, but the vocabulary has 49152", eos_token_id=50256)
-    check_refused("Starcoder2", "hidden_act='gelu'", hidden_act="gelu")
+    check_refused("Starcoder2", "hidden_act='mish'", hidden_act="mish")

@@ -28,6 +28,13 @@ def parsed(**fields: Any) -> ModelConfig:
         {},
         {"moe_layers_enum": "1, 2", "num_hidden_layers": 4},
         {"mlp_layer_types": ["sparse", "dense"], "num_hidden_layers": 2},
+        # As saved with more than ten layers: their numbers have two digits.
+        {
+            "layer_types": [FULL, SLIDING] * 6,
+            "num_hidden_layers": 12,
+            "sliding_window": 8,
+            "per_layer_config": {f"{layer:02}": {"num_attention_heads": 96} for layer in range(1, 12, 2)},
+        },
         {
             "layer_types": [FULL, SLIDING] * 2,
             "num_hidden_layers": 4,
@@ -85,7 +92,7 @@ def test_defaults(fields):
         ({"layer_types": [SLIDING] * 45}, "sliding_window"),
         ({"swiglu_limits": [1.0]}, "swiglu_limits"),
         ({"moe_layers_enum": "one"}, "moe_layers_enum"),
-        ({"per_layer_config": {"0": {"head_dim": 3}}}, "head_dim is not built layer by layer"),
+        ({"per_layer_config": {"0": {"head_dim": 3}}}, "head_dim=3: it is not built layer by layer"),
         ({"rope_theta": [1.0]}, "a list of 45 numbers"),
     ],
     ids=str,

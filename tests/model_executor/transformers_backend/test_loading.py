@@ -118,14 +118,16 @@ def test_random_weights_need_no_files(tmp_path):
     assert (runs, len(tokens)) == ("TransformersModel", 8)
 
 
-@pytest.mark.parametrize("quantise", ["F32", "Q8_0"])
-def test_gguf_files_give_the_native_tokens(tmp_path, quantise):
+@pytest.mark.parametrize(("quantise", "parts"), [("F32", {}), ("Q8_0", {"tensors_in_part": 60})])
+def test_gguf_files_give_the_native_tokens(tmp_path, quantise, parts):
     # 256 is the size that transformers takes for the scale, which such files leave to their reader, as the pattern.
     model = save_tiny_gemma(
         tmp_path / "folder", num_hidden_layers=12, sliding_window_pattern=6, head_dim=256, query_pre_attn_scalar=256
     )
     path = tmp_path / "model.gguf"
-    save_tiny_gguf(path, model, quantise=quantise)
+    save_tiny_gguf(path, model, quantise=quantise, **parts)
+    if parts:
+        path = tmp_path / "model-00001-of-00003.gguf"
     native = tokens_of(path, model_impl="native")
     assert tokens_of(path, model_impl="transformers") == ("TransformersModel", native[1])
 

@@ -146,10 +146,3 @@ def test_a_cut_part_is_named(parts, tmp_path):
     parts[1].write_bytes(data[:-400])
     with pytest.raises(ModelLoadError, match=r"its data ends at byte \d+ but the file is \d+ bytes long"):
         load(parts[0], tmp_path / "cache")
-
-
-def test_transformers_backend_says_that_it_reads_one_file(parts):
-    from lamella.model_executor.models.transformers_backend.loading import check_model
-
-    with pytest.raises(ModelLoadError, match="join its parts"):
-        check_model(resolve_model(str(parts[0])), None)

@@ -19,11 +19,14 @@ from lamella.model_executor.layers.description import Model
 from lamella.model_executor.models.registry import FAMILIES, parse_config, weight_map
 from lamella.model_executor.models.typed_json import read_json_object
 from lamella.model_executor.models.weight_map import WeightMap
-from lamella.model_executor.weights.checkpoint import SafetensorsCheckpoint
+from lamella.model_executor.weights.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
 from lamella.model_executor.weights.conversion import plan_parameters
+from lamella.model_executor.weights.gguf_form import GgufBlocks
+from lamella.model_executor.weights.loading import load_config, resolve_model
 from lamella.model_executor.weights.mxfp4 import as_gguf, dequantize
 from lamella.model_executor.weights.stacked import ExpertStack
 from lamella.native.gguf_linear import gather_rows_gguf, pack_gguf
+from tests.helpers.random_gguf import save_random_gguf
 from tests.helpers.tiny_decoders import greedy_tokens
 from tests.helpers.tiny_experts import save_tiny_experts
 
@@ -75,6 +78,32 @@ def test_blocks_are_dequantised_as_transformers_does_it():
     assert torch.equal(dequantize(blocks, scales), expected.mT)
 
 
+def test_gate_and_up_of_a_gguf_file_in_one_tensor(tmp_path):
+    """llama.cpp's converter can write them so for every family; blocks of rows are taken from the middle of it."""
+    import gguf
+
+    stored = random(EXPERTS, ROWS, 64).numpy()
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "some")
+    blocks = gguf.quants.quantize(stored, q8)
+    writer.add_tensor("blk.2.ffn_gate_up_exps.weight", blocks, raw_dtype=q8)
+    writer.add_tensor("blk.2.ffn_gate_up_exps.bias", np.ascontiguousarray(stored[..., 0]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = GgufCheckpoint(tmp_path / "m.gguf", WeightMap())
+    values = gguf.quants.dequantize(blocks, q8)
+    for expert in range(EXPERTS):
+        for part, rows in (("gate_proj", slice(0, ROWS // 2)), ("up_proj", slice(ROWS // 2, ROWS))):
+            name = f"layers.2.mlp.experts.{expert}.{part}"
+            assert checkpoint.tensors[f"{name}.weight"].shape == (ROWS // 2, 64)
+            read = checkpoint.read_rows(f"{name}.weight", 1, 4)
+            assert np.array_equal(read.numpy(), values[expert, rows][1:4])
+            assert np.array_equal(checkpoint.read_blocks(f"{name}.weight", 1, 4), blocks[expert, rows][1:4])
+            assert np.array_equal(checkpoint.read_rows(f"{name}.bias", 1, 4).numpy(), stored[expert, rows, 0][1:4])
+
+
 def test_blocks_as_gguf_has_them():
     import gguf
 
@@ -88,15 +117,16 @@ def test_blocks_as_gguf_has_them():
 
 
 def test_every_scale_that_a_block_can_keep():
-    blocks, _ = blocks_and_scales(43, 1)
-    scales = torch.arange(103, 146, dtype=torch.uint8)[:43, None]  # 2^-24 to 2^18
-    fits = (scales[:, 0] >= 104) & (scales[:, 0] <= 143)
-    weight = pack_gguf(as_gguf(blocks[fits], scales[fits]), "MXFP4")
-    found = gather_rows_gguf(weight, torch.arange(int(fits.sum())))
-    assert torch.equal(found, dequantize(blocks[fits], scales[fits]))
-    for wrong in (103, 144):
-        with pytest.raises(ConfigError, match=r"an MXFP4 block has the scale 2\^"):
-            pack_gguf(as_gguf(blocks[:1], torch.tensor([[wrong]], dtype=torch.uint8)), "MXFP4")
+    blocks, _ = blocks_and_scales(256, 1)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None]
+    weight = pack_gguf(as_gguf(blocks[:253], scales[:253]), "MXFP4")
+    assert torch.equal(gather_rows_gguf(weight, torch.arange(253)), dequantize(blocks[:253], scales[:253]))
+    for wrong in (253, 254, 255):
+        with pytest.raises(ConfigError, match=rf"an MXFP4 block has the scale 2\^{wrong - 127}; .* is 2\^125"):
+            pack_gguf(as_gguf(blocks[wrong : wrong + 1], scales[wrong : wrong + 1]), "MXFP4")
+    zeros = torch.full_like(blocks, 0x80)  # a zero and a negative zero
+    weight = pack_gguf(as_gguf(zeros, scales), "MXFP4")
+    assert torch.equal(gather_rows_gguf(weight, torch.arange(256)), torch.zeros(256, 32))
 
 
 def in_mxfp4(folder: Path, model: Any) -> None:
@@ -135,9 +165,42 @@ def test_a_model_in_mxfp4(tmp_path, caplog):
             assert [list(output.outputs[0].token_ids) for output in outputs] == expected
         results.append([output.outputs[0].logprobs for output in outputs])
     assert results[0] == results[1]
-    told = [record.getMessage() for record in caplog.records if "MXFP4" in record.getMessage()]
+    records = [record for record in caplog.records if "MXFP4" in record.getMessage()]
+    told = [record.getMessage() for record in records]
     assert len(told) == 4
+    weights = [
+        getattr(layer.mlp.experts, name) for layer in model.model.layers for name in ("gate_up_proj", "down_proj")
+    ]
+    num_weights = sum(each.numel() for each in weights)
+    in_panels = sum(each.numel() // each.shape[1] * -(-each.shape[1] // 128) * 128 for each in weights)
+    bits = [each.args[1] * 1e9 * 8 / num_weights for each in records]
+    assert bits == pytest.approx([4.25 * in_panels / num_weights, 32, 32, 8 + 32 * 4 / 128], rel=0.2)
+    assert bits[0] == pytest.approx(4.25 * in_panels / num_weights)
     assert [text.split(" as ")[1].split(",")[0] for text in told] == ["'gguf'", "'panels'", "'rows'", "'int8'"]
+
+
+def test_a_gguf_file_in_mxfp4(tmp_path):
+    """Its blocks as they are give the bits that they give as floats."""
+    (tmp_path / "folder").mkdir()
+    model = save_tiny_experts(tmp_path / "folder", "gpt-oss")
+    save_random_gguf(tmp_path / "m.gguf", "gpt_oss", model, experts_type="MXFP4")
+    prompts = [np.random.default_rng(seed).integers(6, 320, 20).tolist() for seed in range(2)]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2)
+    results = []
+    for quantization in ("gguf", "none"):
+        settings: dict[str, Any] = {"attention_backend": "native", "quantization": quantization}
+        with LLM(str(tmp_path / "m.gguf"), max_model_len=64, kv_cache_memory_bytes=2**22, **settings) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        results.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
+    assert results[0] == results[1]
+    config = load_config(resolve_model(str(tmp_path / "m.gguf")))
+    blocks = GgufBlocks(
+        GgufCheckpoint(tmp_path / "m.gguf", weight_map(config)), Model(config, torch.float32).parameters()
+    )
+    for layer in range(4):
+        for projection in ("gate_up_proj", "down_proj"):
+            parts = blocks.parts(f"layers.{layer}.mlp.experts.{projection}.weight")
+            assert {part.type_name for part in parts} == {"MXFP4"}
 
 
 def test_scales_that_are_missing(tmp_path):

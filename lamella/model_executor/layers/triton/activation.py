@@ -13,14 +13,35 @@ from lamella.errors import InvariantError
 from lamella.model_executor.layers.triton.rows import check_bias, check_rows, launch_options
 
 BLOCK_ELEMENTS = 1024
-ACTIVATIONS = ("gelu_tanh", "silu")
+ACTIVATIONS = ("gelu_tanh", "silu", "gelu", "quick_gelu", "relu", "relu_squared")
 GATES = ("sigmoid", "softplus")
 
 _TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
 @triton.jit
-def gated_kernel(gate_up, bias, out, row_stride, WIDTH: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+def activation_of(x, slope, ACTIVATION: tl.constexpr):
+    """slope: of silu, x / (1 + e^(-slope x))."""
+    if ACTIVATION == "relu":
+        activated = tl.where(x < 0.0, 0.0, x)
+    elif ACTIVATION == "relu_squared":
+        activated = tl.where(x < 0.0, 0.0, x * x)
+    elif ACTIVATION == "gelu":
+        activated = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        # 0.5 (1 + tanh z) = 1 / (1 + e^-2z), which neither overflows nor cancels: the rest are x times a logistic.
+        if ACTIVATION == "gelu_tanh":
+            exponent = _TWICE_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)
+        elif ACTIVATION == "quick_gelu":
+            exponent = 1.702 * x
+        else:
+            exponent = slope * x
+        activated = x / (1.0 + tl.exp(-exponent))
+    return activated
+
+
+@triton.jit
+def gated_kernel(gate_up, bias, out, row_stride, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """Program (row, block of its WIDTH results). A row, and `bias` unless it is None, is gate [WIDTH], then up [WIDTH];
     out is contiguous."""
     row = tl.program_id(0).to(tl.int64)
@@ -32,15 +53,21 @@ def gated_kernel(gate_up, bias, out, row_stride, WIDTH: tl.constexpr, IS_SILU: t
     if bias is not None:
         gate += tl.load(bias + column, mask=present, other=0.0).to(tl.float32)
         up += tl.load(bias + WIDTH + column, mask=present, other=0.0).to(tl.float32)
-    # 0.5 (1 + tanh z) = 1 / (1 + e^-2z), which neither overflows nor cancels: both are a gate times a logistic.
-    exponent = gate if IS_SILU else _TWICE_SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
-    activated = gate / (1.0 + tl.exp(-exponent))
+    activated = activation_of(gate, 1.0, ACTIVATION)
     tl.store(out + row * WIDTH + column, (activated * up).to(out.dtype.element_ty), mask=present)
 
 
 @triton.jit
 def activated_kernel(
-    x, bias, factor, out, row_stride, factor_row_stride, WIDTH: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    bias,
+    factor,
+    out,
+    row_stride,
+    factor_row_stride,
+    WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Program (row, block of it): activation(x + bias) * factor. bias and factor may each be None; out is
     contiguous."""
@@ -50,8 +77,7 @@ def activated_kernel(
     value = tl.load(x + row * row_stride + column, mask=present, other=0.0).to(tl.float32)
     if bias is not None:
         value += tl.load(bias + column, mask=present, other=0.0).to(tl.float32)
-    exponent = value if IS_SILU else _TWICE_SQRT_2_OVER_PI * (value + 0.044715 * value * value * value)
-    activated = value / (1.0 + tl.exp(-exponent))
+    activated = activation_of(value, 1.0, ACTIVATION)
     if factor is not None:
         activated *= tl.load(factor + row * factor_row_stride + column, mask=present, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + column, activated.to(out.dtype.element_ty), mask=present)
@@ -178,7 +204,7 @@ def capped_logits(logits: torch.Tensor, softcap: float) -> torch.Tensor:
 
 def gated_constants(width: int, activation: str) -> dict[str, Any]:
     """Compile-time constants and launch options of `gated_kernel` and `activated_kernel`."""
-    return {"IS_SILU": activation == "silu", **softcap_constants(width)}
+    return {"ACTIVATION": activation, **softcap_constants(width)}
 
 
 def gate_constants(width: int, num_gates: int, activation: str) -> dict[str, Any]:

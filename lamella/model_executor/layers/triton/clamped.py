@@ -9,11 +9,9 @@ import triton
 import triton.language as tl
 
 from lamella.errors import InvariantError
-from lamella.model_executor.layers.triton.activation import ACTIVATIONS, BLOCK_ELEMENTS
+from lamella.model_executor.layers.triton.activation import ACTIVATIONS, BLOCK_ELEMENTS, activation_of
 from lamella.model_executor.layers.triton.rows import check_bias, check_rows, launch_options
 from lamella.model_executor.models.mlp_config import GateClamp
-
-_TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
 @triton.jit
@@ -26,7 +24,7 @@ def clamped_kernel(
     slope,
     up_offset,
     WIDTH: tl.constexpr,
-    IS_SILU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     LIMITS_ACTIVATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -43,8 +41,7 @@ def clamped_kernel(
         up += tl.load(bias + WIDTH + column, mask=present, other=0.0).to(tl.float32)
     if not LIMITS_ACTIVATED:
         gate = tl.where(gate > limit, limit, gate)
-    exponent = slope * gate if IS_SILU else _TWICE_SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
-    activated = gate / (1.0 + tl.exp(-exponent))
+    activated = activation_of(gate, slope, ACTIVATION)
     if LIMITS_ACTIVATED:
         activated = tl.where(activated > limit, limit, activated)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + up_offset
@@ -76,7 +73,7 @@ def clamped_constants(width: int, activation: str, clamp: GateClamp) -> dict[str
     """Compile-time constants and launch options of `clamped_kernel`."""
     return {
         "WIDTH": width,
-        "IS_SILU": activation == "silu",
+        "ACTIVATION": activation,
         "LIMITS_ACTIVATED": clamp.after_activation,
         "BLOCK": BLOCK_ELEMENTS,
         **launch_options(BLOCK_ELEMENTS),

@@ -1,4 +1,5 @@
-"""GGUF files for transformers models: transformers' own reading of them, after a check that it leaves nothing out.
+"""GGUF files for transformers models: named and put in order by transformers' own code, after a check that it leaves
+nothing out.
 
 transformers passes over metadata and tensors that it has no name for, which changes results without a sign: scaled
 rotary embeddings among others. A file is refused where that would happen.
@@ -7,7 +8,7 @@ rotary embeddings among others. A file is refused where that would happen.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from lamella.model_executor.models.config_gguf import ARCHITECTURE_KEY
 from lamella.model_executor.models.registry import is_known_gguf, parse_gguf_config
 from lamella.model_executor.models.transformers_backend.recorder import RecordedLayer
 from lamella.model_executor.models.weight_map import GGUF_OTHER_PARTS
-from lamella.model_executor.weights.gguf_header import GgufHeader, read_gguf_header
+from lamella.model_executor.weights.gguf_header import GgufHeader
+from lamella.model_executor.weights.gguf_tensors import GgufTensorData, storage_problem
 
 # Metadata that transformers passes over -> the config's attribute that must say the same.
 _SAME_IN_CONFIG = {
@@ -30,32 +32,59 @@ _SAME_IN_CONFIG = {
 }
 
 
-def gguf_state_dict(path: Path, model_class: Any, config: Any) -> Mapping[str, torch.Tensor]:
-    """The file's tensors, expanded, by transformers' names of them.
+def gguf_state_dict(header: GgufHeader, model_class: Any, config: Any) -> Mapping[str, torch.Tensor]:
+    """The file's tensors, expanded, by transformers' names of them and in its order of rows.
 
     Raises ModelLoadError: a file that is damaged, or holds what transformers would pass over.
     """
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint as load
 
-    header = read_gguf_header(path)
     with torch.device("meta"):
         model = model_class._from_config(config)
     name = header.fields().string(ARCHITECTURE_KEY)
-    processor = TENSOR_PROCESSORS.get(name, TensorProcessor)(config={})
-    known = get_gguf_hf_weights_map(model, processor)
-    left_over = [
-        each
-        for each in header.tensors
-        if each not in known and "_exps." not in each and not each.startswith(tuple(GGUF_OTHER_PARTS))
-    ]
+    processor = TENSOR_PROCESSORS.get(name, TensorProcessor)(config=config.to_dict())
+    known = get_gguf_hf_weights_map(_Names(model), processor)
+    in_text = {each: tensor for each, tensor in header.tensors.items() if not each.startswith(tuple(GGUF_OTHER_PARTS))}
+    left_over = [each for each in in_text if each not in known and "_exps." not in each]
     if left_over:
         raise ModelLoadError(
-            f"{path}: transformers has no place for {len(left_over)} of its tensors ({', '.join(left_over[:3])}), and "
-            "the model would be another without them"
+            f"{header.path}: transformers has no place for {len(left_over)} of its tensors "
+            f"({', '.join(left_over[:3])}), and the model would be another without them"
         )
-    tensors: Mapping[str, torch.Tensor] = load(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    stored = GgufTensorData(header)
+    tensors: dict[str, torch.Tensor] = {}
+    for each, tensor in in_text.items():
+        problem = storage_problem(header, tensor)
+        if problem is not None:
+            raise ModelLoadError(f"{header.path}: {problem}")
+        num_rows = prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else tensor.shape[0]
+        # What a processor divides or puts together, such as experts, it writes to `tensors` itself, and names nothing.
+        result = processor.process(
+            weights=stored.read_rows(each, 0, num_rows).view(tensor.shape).numpy(),
+            name=each,
+            tensor_key_mapping=known,
+            parsed_parameters={"tensors": tensors},
+        )
+        if result.name in known:
+            tensors[known[result.name]] = torch.from_numpy(result.weights).contiguous()
     return tensors
+
+
+class _Names:
+    """A model as transformers' table of GGUF names looks at it, without the inside of its layers: a name from there has
+    lost its layer's number, and the table is made anew for each module that is shown, which takes seconds."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.config = getattr(module, "config", None)
+
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        names: Mapping[str, torch.Tensor] = self._module.state_dict()
+        return names
+
+    def named_children(self) -> list[tuple[str, _Names]]:
+        children = self._module.named_children()
+        return [(name, _Names(child)) for name, child in children if not isinstance(child, torch.nn.ModuleList)]
 
 
 def refuse_unread_metadata(header: GgufHeader, config: Any) -> None:

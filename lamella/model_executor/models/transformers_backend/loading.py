@@ -28,6 +28,7 @@ from lamella.model_executor.models.transformers_backend.declared_layers import (
 )
 from lamella.model_executor.models.transformers_backend.gguf_weights import refuse_other_reading, refuse_unread_metadata
 from lamella.model_executor.models.transformers_backend.model_weights import load_model
+from lamella.model_executor.models.transformers_backend.quantized_weights import prepare_quantization
 from lamella.model_executor.models.transformers_backend.recorder import RecordedLayer, record_layers
 from lamella.model_executor.models.transformers_backend.text_config import (
     RunBy,
@@ -39,7 +40,7 @@ from lamella.model_executor.models.transformers_backend.text_config import (
 )
 from lamella.model_executor.models.transformers_backend.text_model import TransformersModel
 from lamella.model_executor.models.transformers_backend.token_mixing import refuse_mixing
-from lamella.model_executor.weights.gguf_header import read_gguf_header
+from lamella.model_executor.weights.gguf_split import read_gguf_model
 from lamella.model_executor.weights.model_source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -62,18 +63,14 @@ def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> C
     """
     gguf = source.gguf_path
     place = gguf or source.folder / "config.json"
-    if len(source.paths) > 1 and gguf is not None:
-        raise ModelLoadError(
-            f"{place} is split, and transformers reads a GGUF model from one file; join its parts with llama.cpp's "
-            "gguf-split --merge"
-        )
-    config, text_config = read_configs(source.folder, None if gguf is None else gguf.name)
+    header = None if gguf is None else read_gguf_model(gguf)
+    config, text_config = read_configs(source.folder, header)
     name = text_config.model_type
-    header = None if gguf is None else read_gguf_header(gguf)
     if header is not None:
         refuse_unread_metadata(header, text_config)
     try:
         refuse_without_class(config, text_config)
+        prepare_quantization(config, text_config)
         declared = declared_layers(text_config)
         run_by = class_for(config, text_config)  # imports the model's code, so it comes after what is quicker
         name = run_by.model_class.__name__

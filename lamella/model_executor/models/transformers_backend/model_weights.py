@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.transformers_backend.gguf_weights import gguf_state_dict
 from lamella.model_executor.models.transformers_backend.text_config import RunBy
+from lamella.model_executor.weights.gguf_split import read_gguf_model
 from lamella.model_executor.weights.model_source import ModelSource
 from lamella.model_executor.weights.safetensors_files import read_safetensors_header
 
@@ -38,7 +39,7 @@ def load_model(source: ModelSource, run_by: RunBy, config: Any, dtype: torch.dty
     if source.kind == "dummy":
         return model_class._from_config(config, dtype=dtype).eval()
     if source.gguf_path is not None:
-        tensors: Mapping[str, Any] = gguf_state_dict(source.gguf_path, model_class, config)
+        tensors: Mapping[str, Any] = gguf_state_dict(read_gguf_model(source.gguf_path), model_class, config)
     else:
         tensors = _stored_tensors(source)
         if run_by.is_text_alone:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lamella.errors import ModelLoadError
 from lamella.model_executor.models.config_ranges import POSITIONS, VOCABULARY
+from lamella.model_executor.models.transformers_backend.gguf_config_copy import write_config_copy
 from lamella.model_executor.models.typed_fields import is_integer, shown
+from lamella.model_executor.weights.gguf_header import GgufHeader
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +51,28 @@ class RunBy:
         return self.config is self.text_config
 
 
-def read_configs(folder: Path, gguf_file: str | None = None) -> tuple[Any, Any]:
-    """The config of the model in `folder`, or of its GGUF file, as transformers reads it, and the part of it that
-    describes the decoder (the same object, of a text model).
+def read_configs(folder: Path, header: GgufHeader | None = None) -> tuple[Any, Any]:
+    """The config of the model in `folder`, or of the GGUF file that `header` is of, as transformers reads it, and the
+    part of it that describes the decoder (the same object, of a text model).
 
     Raises ModelLoadError: transformers does not know the model, or refuses a field.
     """
     from transformers import AutoConfig
 
-    place = folder / (gguf_file or "config.json")
+    # False and not None: what transformers would ask on the terminal is whether to run code of the folder.
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    place = folder / "config.json" if header is None else header.path
     try:
-        # False and not None: what transformers would ask on the terminal is whether to run code of the folder.
-        config = AutoConfig.from_pretrained(folder, gguf_file=gguf_file, trust_remote_code=False, local_files_only=True)
+        if header is None:
+            config = AutoConfig.from_pretrained(folder, **options)
+        else:
+            with tempfile.TemporaryDirectory() as copies:
+                copy = write_config_copy(header, Path(copies))
+                config = AutoConfig.from_pretrained(copies, gguf_file=copy.name, **options)
+            config.name_or_path = str(folder)
         text: Any = config.get_text_config(decoder=True)
+    except ModelLoadError:
+        raise
     except Exception as error:
         raise ModelLoadError(f"{place}: transformers cannot read it: {_text(error)}") from error
     return config, text
