@@ -45,7 +45,7 @@ def params_of(form, **settings) -> SamplingParams:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("form", "is_right"), FORMS, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(("form", "is_right"), FORMS, ids=[f"form{index}" for index in range(len(FORMS))])
 def test_each_kind_of_form(llm, form, is_right, temperature):
     outputs = llm.generate([[6, 7], [8], [9, 9, 9]], params_of(form, temperature=temperature), use_tqdm=False)
     for output in outputs:
