@@ -83,6 +83,7 @@ ENGINE_GROUPS = {
         "retention",
         "retention_grid_tokens",
         "windowed_replay",
+        "max_pinned_bytes",
     ],
     "How sliding and full layers share memory": [
         "page_size",
@@ -95,6 +96,7 @@ ENGINE_GROUPS = {
     "Speed and checks": [
         "attention_backend",
         "speculative_config",
+        "structured_outputs_config",
         "async_scheduling",
         "enforce_eager",
         "check_invariants",

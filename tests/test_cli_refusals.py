@@ -261,6 +261,7 @@ def test_help_of_generate_is_in_groups():
     text = run("generate", "--help").output
     assert headings(text) == [
         "Prompts and output",
+        "Adapters",
         "How long the output is, and how it ends",
         "How tokens are chosen",
         "What the output holds",
@@ -313,7 +314,7 @@ def test_data_set_options_check_their_own_ranges():
 
 
 def test_places_are_kept_for_refusals_of_whatever_kind(tmp_path, monkeypatch):
-    def refuse(self, prompts, params, use_tqdm=True):
+    def refuse(self, prompts, params, use_tqdm=True, lora_request=None):
         raise RequestError("prompts[1]: too odd")
 
     monkeypatch.setattr(FakeLLM, "generate", refuse)

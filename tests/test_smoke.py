@@ -35,7 +35,7 @@ FLOORS = (
     "argument_checks",
     "errors",
 )
-ABOVE = ("cli_options", "cli_prompts", "__main__", "sampling_params", "inputs", "outputs")  # with cli, on top
+ABOVE = ("cli_options", "cli_prompts", "__main__", "sampling_params", "lora", "inputs", "outputs")  # with cli, on top
 
 # What scheduling may import, besides itself. Of the cache, that is its boundary, and what passes it.
 SCHEDULING_NEEDS = {

@@ -30,8 +30,8 @@ class CacheSettings:
     windowed_replay: bool
     skips_prompts: bool
     step_pages_bytes: int
-    num_draft_tokens: int
     max_pinned_bytes: int | None = None
+    num_draft_tokens: int = 0
 
     @property
     def num_blocks_more(self) -> int:

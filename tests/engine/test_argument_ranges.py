@@ -160,7 +160,7 @@ def test_the_ratio_is_bounded(value):
 def test_truth_values_are_truth_values(name):
     of_that_type = {f.name for f in dataclasses.fields(EngineConfig) if "bool" in f.type}
     assert name in of_that_type
-    assert len(of_that_type) == 6
+    assert len(of_that_type) == 7
     for value in ("no", "", 0, 1, [], np.ones(2)):
         with pytest.raises(ConfigError, match=f"^{name}=.*True or False"):
             EngineConfig("m", **{name: value})

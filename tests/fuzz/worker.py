@@ -62,7 +62,7 @@ class Checker:
         try:
             if fault in planted.BEFORE:
                 planted.BEFORE[fault]()
-            loaded = self._load(model_path(mutant.format, mutant.folder))
+            loaded = self._load(mutant)
         except (ModelLoadError, CapacityError) as error:
             refusal = f"{type(error).__name__}: {error}"
         except BaseException as error:
@@ -78,15 +78,17 @@ class Checker:
                   refusal=refusal)  # fmt: skip
         remove_mutant(mutant)
 
-    def _load(self, path: Path) -> LoadedEngine:
+    def _load(self, mutant: Mutant) -> LoadedEngine:
         try:
-            return load_engine(self._config(path))
+            return load_engine(self._config(mutant))
         finally:
             shutil.rmtree(self._scratch / "cache", ignore_errors=True)
 
-    def _config(self, path: Path) -> EngineConfig:
+    def _config(self, mutant: Mutant) -> EngineConfig:
         return EngineConfig(
-            model=str(path),
+            model=str(model_path(mutant.format, mutant.folder)),
+            # Variants that native layers have not are compared where whole answers are, and refused where configs are.
+            model_impl="auto" if mutant.format in FAMILY_FORMATS else "native",
             kv_cache_memory_bytes=4 << 20,
             max_model_len="auto",
             attention_backend="torch",
@@ -98,7 +100,7 @@ class Checker:
         """What of a loaded model is not what other readers find in the same files."""
         try:
             if mutant.format in FAMILY_FORMATS:
-                return _different_scores(mutant, loaded, self._config(model_path(mutant.format, mutant.folder)))
+                return _different_scores(mutant, loaded, self._config(mutant))
             return self._first_difference(mutant, loaded)
         except Exception as error:
             return f"loaded, but another reader refuses: {type(error).__name__}: {error!s:.200} at {where(error)}"

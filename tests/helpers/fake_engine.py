@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 
 from lamella import EngineConfig, SamplingParams
+from lamella.engine.loaded_adapters import LoadedAdapters
 from lamella.engine.model_setup import LoadedEngine
 from lamella.model_executor.runner import LaunchedStep
 from lamella.model_executor.step_plan import StepPlan, StepResult, TokenLogprobs
@@ -164,6 +165,8 @@ def fake_models(specs, fails_at: dict[int, str] | None = None, **arguments):
             manager=simulation.manager,
             scheduler=simulation.scheduler,
             runner=FakeRunner(simulation, fails_at or {}),
+            adapters=LoadedAdapters(None, {}, max_loaded=1, max_rank=None),
+            source=None,
         )
 
     with patch("lamella.engine.engine.load_engine", load):

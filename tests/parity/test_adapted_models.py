@@ -14,9 +14,9 @@ import torch
 from lamella import LLM, LoRARequest, SamplingParams
 from tests.helpers.lora_files import merged, save_lora
 from tests.helpers.random_gguf import CONVERSIONS, save_random_gguf
+from tests.helpers.random_gguf_configs import config_of
 from tests.helpers.random_models import ARCHITECTURES, random_model, save_random_model
 from tests.helpers.tiny_gemma import VOCAB_SIZE
-from tests.parity.test_models_gguf import config_of
 
 # Rotary embedding of neighbours, fused layers, and layers that run in parts: one of each kind by default.
 BY_DEFAULT = ("llama4", "phi3", "cohere2", "gemma4", "gpt_oss")

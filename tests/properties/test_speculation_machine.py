@@ -60,6 +60,7 @@ class SpeculationMachine(SchedulerMachine):
             **sizes,
         )
         self.expected: dict[str, list[int]] = {}
+        self.pinned: dict[str, tuple[list[int], str | None]] = {}
         self.most_drafts, self.page_tokens = most_drafts, page_tokens
         self.interval = max(sizes["interval_tokens"] or page_tokens, page_tokens)
 
