@@ -44,6 +44,7 @@ SAMPLING_GROUPS = {
         "begin_suppress_tokens",
         "bad_words",
         "bad_words_ids",
+        "structured_outputs",
         "seed",
         "n",
     ],

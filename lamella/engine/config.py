@@ -111,8 +111,7 @@ class EngineConfig:
         or "reference".
     async_scheduling: plan and launch a step while the one before it runs; None: on CUDA only, and not with speculation.
         Outputs are the same.
-    structured_outputs_config: how outputs that have a form are made, such as {"compile_timeout_seconds": 5}: see
-        docs/structured_outputs.md.
+    structured_outputs_config: how outputs that have a form are made, such as {"compile_timeout_seconds": 5}.
     enable_lora: take requests with a lora_request, on native families.
     max_loras: most different adapters among the requests that run at once; others wait. None: as many as they have.
     max_cpu_loras: most adapters that stay loaded; those that requests use and pinned ones do in any case. At least

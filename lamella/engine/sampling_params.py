@@ -88,7 +88,7 @@ class SamplingParams:
     seed: number that makes the same choices again, 0 to 2**64 - 1; None: the engine chooses one. And -1, which is
         stored as None.
     structured_outputs: a form that the output has: JSON by a schema, a regular expression, one of several choices, a
-        grammar, or tags in free text (docs/structured_outputs.md). An end token comes once the form is complete, so
+        grammar, or tags in free text. An end token comes once the form is complete, so
         ignore_eos must be False; an output that max_tokens or a stop cuts off is not complete.
     stop: text that ends the output. One string, several, or None; stored as a tuple without repetitions. It is
         searched in the text, so it needs detokenize=True.

@@ -41,6 +41,9 @@ WHOLE_ENGINE = (
     "swa_eviction_interval",
     "kv_cache_memory_bytes",
     "retention_grid_tokens",
+    "max_loras",
+    "max_cpu_loras",
+    "max_lora_rank",
     "max_pinned_bytes",
 )
 FRACTIONS = ("kv_cache_memory_fraction", "gpu_memory_utilization")

@@ -140,8 +140,8 @@ def test_a_step_that_fails_on_the_host_is_undone(engine, monkeypatch, where):
     scheduler = engine.inspect().scheduler
     original, left = getattr(scheduler, where), [3 if where != "finish" else 0]
 
-    def once(*arguments):
-        result = original(*arguments)
+    def once(*arguments, **options):
+        result = original(*arguments, **options)
         left[0] -= 1
         if left[0] == -1:
             raise MemoryError

@@ -42,10 +42,10 @@ class Checker:
         self._base, self._scratch, self._say, self._faults = base, scratch, say, faults
         # What is loaded at the first use is no growth.
         for name in ("hf", "gguf/model.gguf"):
-            self._load(base / name)
+            self._load(base / name, "hf")
         for name in FAMILY_FORMATS:
             mutant = Mutant(-1, name, base / name, "not changed")
-            problem = self._wrong(mutant, self._load(model_path(name, base / name)))
+            problem = self._wrong(mutant, self._load(model_path(name, base / name), name))
             assert problem is None, f"{name}, not changed: {problem}"
         self._gguf_fields = oracle.GgufFile(base / "gguf" / "model.gguf").tokenizer_fields()
         self._gguf_ids = oracle.gguf_ids(base / "gguf" / "model.gguf")
@@ -62,7 +62,7 @@ class Checker:
         try:
             if fault in planted.BEFORE:
                 planted.BEFORE[fault]()
-            loaded = self._load(mutant)
+            loaded = self._load(model_path(mutant.format, mutant.folder), mutant.format)
         except (ModelLoadError, CapacityError) as error:
             refusal = f"{type(error).__name__}: {error}"
         except BaseException as error:
@@ -78,17 +78,17 @@ class Checker:
                   refusal=refusal)  # fmt: skip
         remove_mutant(mutant)
 
-    def _load(self, mutant: Mutant) -> LoadedEngine:
+    def _load(self, path: Path, kind: str) -> LoadedEngine:
         try:
-            return load_engine(self._config(mutant))
+            return load_engine(self._config(path, kind))
         finally:
             shutil.rmtree(self._scratch / "cache", ignore_errors=True)
 
-    def _config(self, mutant: Mutant) -> EngineConfig:
+    def _config(self, path: Path, kind: str) -> EngineConfig:
         return EngineConfig(
-            model=str(model_path(mutant.format, mutant.folder)),
+            model=str(path),
             # Variants that native layers have not are compared where whole answers are, and refused where configs are.
-            model_impl="auto" if mutant.format in FAMILY_FORMATS else "native",
+            model_impl="auto" if kind in FAMILY_FORMATS else "native",
             kv_cache_memory_bytes=4 << 20,
             max_model_len="auto",
             attention_backend="torch",
@@ -100,7 +100,9 @@ class Checker:
         """What of a loaded model is not what other readers find in the same files."""
         try:
             if mutant.format in FAMILY_FORMATS:
-                return _different_scores(mutant, loaded, self._config(mutant))
+                return _different_scores(
+                    mutant, loaded, self._config(model_path(mutant.format, mutant.folder), mutant.format)
+                )
             return self._first_difference(mutant, loaded)
         except Exception as error:
             return f"loaded, but another reader refuses: {type(error).__name__}: {error!s:.200} at {where(error)}"

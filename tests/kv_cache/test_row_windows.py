@@ -103,12 +103,12 @@ def test_what_the_prompts_end_will_need_stays_the_rows_own_while_the_prompt_is_c
     for processed in range(1, num_prompt_tokens):
         parts = make_parts([full(), spec])
         occupy(parts, 0, num_prompt_tokens)
-        parts.windows.slide(0, parts.windows.lowest_owned(processed, num_prompt_tokens), processed, at_once=True)
+        parts.windows.slide(0, parts.windows.lowest_owned(0, processed, num_prompt_tokens), processed, at_once=True)
         owned = {block for block in range(9) if parts.rows.pages[1, 0, block] != NULL_PAGE}
         for parted in (processed, *range(end - PAGE, end + 1)):
             needed = {key // PAGE for key in range(spec.first_visible(parted), min(parted, num_prompt_tokens))}
             assert needed <= owned
-    assert parts.windows.lowest_owned(45, 0) == 45, "no prompt is being computed"
+    assert parts.windows.lowest_owned(0, 45, 0) == 45, "no prompt is being computed"
 
 
 def test_a_chunk_in_flight_is_counted_by_what_is_processed():
@@ -124,5 +124,5 @@ def test_a_chunk_in_flight_is_counted_by_what_is_processed():
 def test_who_keeps_no_ends_leaves_no_block_more():
     parts = make_parts([full(), sliding(9)], enable_prefix_caching=False)
     for processed, computed in ((9, 9), (12, 13), (11, 12)):
-        assert parts.windows.lowest_owned(processed, 14) == processed
+        assert parts.windows.lowest_owned(0, processed, 14) == processed
         assert parts.windows.lowest_resume(0, processed, computed) == processed
