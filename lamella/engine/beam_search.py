@@ -123,20 +123,19 @@ def search_beams(
         temperature=0.0, max_tokens=1, logprobs=-1 if is_scaled else most, detokenize=False, ignore_eos=True
     )
     for _ in range(params.max_tokens):
-        beams = [(search, beam) for search in searches for beam in search.live]
+        beams = [(place, beam) for place, search in enumerate(searches) for beam in search.live]
         if not beams:
             break
-        asked = [replace(search.prompt, text=None, token_ids=beam.token_ids) for search, beam in beams]
+        asked = [replace(searches[place].prompt, text=None, token_ids=beam.token_ids) for place, beam in beams]
         outputs = generate(asked, [request] * len(asked))
-        candidates: dict[int, list[_Beam]] = {id(search): [] for search in searches}
-        for (search, beam), output in zip(beams, outputs, strict=True):
+        candidates: list[list[_Beam]] = [[] for _ in searches]
+        for (place, beam), output in zip(beams, outputs, strict=True):
             entries = output.outputs[0].logprobs
             if not entries:
                 raise RequestError(f"a beam could not be continued: {output.outputs[0].stop_reason}")
             logprobs = _scaled(entries[0], params.temperature, most) if is_scaled else entries[0]
-            candidates[id(search)] += [_continued(beam, token_id, logprobs, ends) for token_id in logprobs]
-        for search in searches:
-            of_prompt = candidates[id(search)]
+            candidates[place] += [_continued(beam, token_id, logprobs, ends) for token_id in logprobs]
+        for search, of_prompt in zip(searches, candidates, strict=True):
             search.ended += [beam for beam in of_prompt if beam.end_token is not None]
             going_on = [beam for beam in of_prompt if beam.end_token is None]
             search.live = sorted(going_on, key=lambda beam: -beam.cum_logprob)[: params.beam_width]

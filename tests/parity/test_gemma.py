@@ -56,7 +56,13 @@ VARIATIONS = {
 }
 
 
-@pytest.mark.parametrize("arguments", VARIATIONS.values(), ids=VARIATIONS.keys())
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(arguments, id=name, marks=[pytest.mark.slow] if "page 64" in name else [])
+        for name, arguments in VARIATIONS.items()
+    ],
+)
 def test_variations(arguments):
     with engine(**arguments) as llm:
         compare_greedy(runner(llm), FEW if arguments.get("page_size") == 64 else FEW[1:])

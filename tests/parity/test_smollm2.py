@@ -39,10 +39,12 @@ def test_prompts_in_one_batch_and_again_from_the_prefix_cache():
         check_cold_and_cached(llm, [*SHORT, *MEDIUM])
 
 
+@pytest.mark.slow
 def test_a_pool_so_small_that_requests_are_preempted():
     check_preemption(MODEL, SHORT[::2], **SMALL_POOL)
 
 
+@pytest.mark.slow
 def test_batch_of_one():
     check_variation(MODEL, FEW[1:3], batch=1)
 
@@ -50,7 +52,10 @@ def test_batch_of_one():
 # One takes its prompts in small chunks and small pages, one in large ones and by other operators.
 @pytest.mark.parametrize(
     "arguments",
-    [VARIATIONS["chunk 32"] | VARIATIONS["page 1"], VARIATIONS["torch"] | VARIATIONS["page 64, chunk 512"]],
+    [
+        VARIATIONS["chunk 32"] | VARIATIONS["page 1"],
+        pytest.param(VARIATIONS["torch"] | VARIATIONS["page 64, chunk 512"], marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_variations(arguments):

@@ -99,7 +99,7 @@ def _lives_of(machine, num_lives, step_count):
     return test
 
 
-TestSpeculationMachine = _lives_of(SpeculationMachine, NUM_LIVES, 20)
+TestSpeculationMachine = _lives_of(SpeculationMachine, NUM_LIVES // 2, 20)
 TestLongSpeculationMachine = pytest.mark.slow(_lives_of(LongSpeculationMachine, 20 * NUM_LIVES, 40))
 
 
