@@ -45,11 +45,11 @@ def test_budget_is_full_attention_kv_of_mean_requests(tmp_path):
 
 
 def test_system_names():
-    assert [parse_system(name).name for name in ("lamella", "split:0.8", "hybrid-off", "vllm:4096")] == [
-        "lamella", "split:0.8", "hybrid-off", "vllm:4096",
+    assert [parse_system(name).name for name in ("lamella", "hinted", "split:0.8", "hybrid-off", "vllm:4096")] == [
+        "lamella", "hinted", "split:0.8", "hybrid-off", "vllm:4096",
     ]  # fmt: skip
     for name in ("split", "split:0", "split:x", "lamella:2", "sglang"):
-        with pytest.raises(ConfigError, match="use lamella, split:RATIO"):
+        with pytest.raises(ConfigError, match="use lamella, hinted, split:RATIO"):
             parse_system(name)
 
 
