@@ -59,7 +59,7 @@ VARIATIONS = {
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(arguments, id=name, marks=[pytest.mark.slow] if "page 64" in name else [])
+        pytest.param(arguments, id=name, marks=[] if name == "chunk 32" else [pytest.mark.slow])
         for name, arguments in VARIATIONS.items()
     ],
 )
@@ -68,6 +68,7 @@ def test_variations(arguments):
         compare_greedy(runner(llm), FEW if arguments.get("page_size") == 64 else FEW[1:])
 
 
+@pytest.mark.slow
 def test_batch_of_one():
     with engine(max_num_seqs=1) as llm:
         compare_greedy(runner(llm, batch=1), FEW[1:4])
