@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lamella import LLM, ConfigError, Engine, LoRARequest, ModelLoadError, RequestError, SamplingParams
+from lamella.engine.scheduling.speculation.step_costs import StepCosts
 from lamella.model_executor.layers import native_operators
 from tests.helpers.lora_files import merged, save_lora
 from tests.helpers.tiny_gemma import VOCAB_SIZE, save_tiny_gemma
@@ -144,6 +145,21 @@ def test_the_same_bits_after_preemption(adapters):
         outputs = llm.generate(prompts, params, lora_request=requests, use_tqdm=False)
         assert llm.engine.stats().num_preemptions > 0
     assert_same_bits(outputs, roomy)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.02])
+def test_speculation_changes_no_token(adapters, temperature):
+    params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=40, ignore_eos=True) for seed in range(5)]
+    prompts, folder = [prompt * 2 for prompt in PROMPTS], adapters.folder / "model"
+    with LLM(folder, enable_lora=True, **ARGUMENTS) as llm:
+        outputs = llm.generate(prompts, params, lora_request=adapters.requests, use_tqdm=False)
+    config = {"method": "suffix", "suffix_decoding_min_token_prob": 0.0}
+    with LLM(folder, enable_lora=True, speculative_config=config, **ARGUMENTS) as llm:
+        llm.engine.inspect().scheduler.drafter.costs = StepCosts([1], [1.0])  # as many drafts as can be made
+        found = llm.generate(prompts, params, lora_request=adapters.requests, use_tqdm=False)
+        drafts = llm.engine.stats().drafts
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in outputs]
+    assert 0 < drafts.num_accepted < drafts.num_proposed
 
 
 def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_adapters(adapters, mixed):

@@ -12,6 +12,7 @@ import torch
 from lamella import Engine, SamplingParams
 from lamella.engine.scheduling.token_penalties import penalised_prompt_ids, token_penalties
 from lamella.model_executor.sampling.sampler import uniform
+from tests.helpers.preempting import run_batch
 from tests.helpers.sampling_oracle import distribution, penalised
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
@@ -64,20 +65,9 @@ def expected(tiny):
 
 
 def run(engine: Engine, preempted_after: int | None = None) -> list[list[int]]:
-    """The tokens of all cases in one batch; every running request is preempted after so many steps."""
-    for index, params in enumerate(CASES):
-        sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **params)
-        engine.add_request(str(index), {"prompt_token_ids": prompt_of(index)}, sampling)
-    outputs, num_steps = {}, 0
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            outputs[output.request_id] = list(output.outputs[0].token_ids)
-        num_steps += 1
-        if num_steps == preempted_after:
-            scheduler = engine.inspect().scheduler
-            for row in list(scheduler.running):
-                scheduler._preempt(row)
-    return [outputs[str(index)] for index in range(len(CASES))]
+    """The tokens of all cases in one batch."""
+    made = [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **params) for params in CASES]
+    return run_batch(engine, [(prompt_of(index), params) for index, params in enumerate(made)], preempted_after)
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])

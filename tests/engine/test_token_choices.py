@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 
 from lamella import LLM, Engine, RequestError, SamplingParams
 from lamella.model_executor.sampling.sampler import uniform
+from tests.helpers.preempting import run_batch
 from tests.helpers.sampling_oracle import distribution, edited_logits
 from tests.helpers.tiny_gemma import VOCAB_SIZE, save_tiny_gemma
 
@@ -142,20 +143,9 @@ def cases(tiny, tokenizer) -> list[tuple[dict, Ban | None, dict, list[int]]]:
 
 
 def run(engine: Engine, cases, preempted_after: int | None = None) -> list[list[int]]:
-    """The tokens of all cases in one batch; every running request is preempted after so many steps."""
-    for index, (params, _, _, _) in enumerate(cases):
-        sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **params)
-        engine.add_request(str(index), {"prompt_token_ids": prompt_of(index)}, sampling)
-    outputs, num_steps = {}, 0
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            outputs[output.request_id] = list(output.outputs[0].token_ids)
-        num_steps += 1
-        if num_steps == preempted_after:
-            scheduler = engine.inspect().scheduler
-            for row in list(scheduler.running):
-                scheduler._preempt(row)
-    return [outputs[str(index)] for index in range(len(cases))]
+    """The tokens of all cases in one batch."""
+    made = [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **params) for params, *_ in cases]
+    return run_batch(engine, [(prompt_of(index), params) for index, params in enumerate(made)], preempted_after)
 
 
 def test_the_cases_differ_from_what_the_model_would_say(tiny, cases):

@@ -9,10 +9,12 @@ import jsonschema
 import pytest
 
 from lamella import LLM, Engine, RequestError, SamplingParams
+from lamella.engine.scheduling.speculation.step_costs import StepCosts
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 ARGUMENTS = {"max_model_len": 128, "kv_cache_memory_bytes": 2**22, "max_num_seqs": 16, "check_invariants": True}
 ARRAY = {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}
+ROWS = {"type": "array", "items": {"enum": ["aa", "ab", "ba"]}, "minItems": 6, "maxItems": 9}
 CONSTANT = {"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"]}
 FORMS = [
     ({"regex": r"[0-9]{3}-[a-f]{2,5}"}, lambda text: re.fullmatch(r"[0-9]{3}-[a-f]{2,5}", text)),
@@ -130,3 +132,19 @@ def test_stop_strings_and_lengths_cut_a_form_off(llm):
     assert output.outputs[0].stop_reason == "-"
     (output,) = llm.generate([[6]], params_of({"regex": "[a-z]{50}"}, max_tokens=5), use_tqdm=False)
     assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_speculation_changes_no_token_of_a_form(folder, llm, temperature):
+    """Drafts are cut where the form ends them; samples behind them have the masks of the output with the drafts."""
+    forms = [{"regex": "([ab]{2};){16}"}, {"json": ROWS}, {"regex": "(ab){2,30}"}, {"choice": ["abab" * 6, "abab" * 5]}]
+    params = [params_of(form, temperature=temperature, seed=seed) for seed in range(3) for form in forms]
+    prompts = [[6 + index, 7, 8] * 4 for index in range(len(params))]
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    config = {"method": "suffix", "suffix_decoding_min_token_prob": 0.0}
+    with LLM(folder, speculative_config=config, **ARGUMENTS) as other:
+        other.engine.inspect().scheduler.drafter.costs = StepCosts([1], [1.0])  # as many drafts as can be made
+        found = [output.outputs[0].token_ids for output in other.generate(prompts, params, use_tqdm=False)]
+        drafts = other.engine.stats().drafts
+    assert found == expected
+    assert 0 < drafts.num_accepted < drafts.num_proposed
