@@ -52,13 +52,12 @@ class Sender:
             del self._left[0]
 
     def _send_next(self, signum, frame) -> None:
-        """The handler of the timer's signal."""
-        if len(self._left) > 1:
-            signal.setitimer(signal.ITIMER_REAL, self._left[1])
-        try:
-            signal.raise_signal(signal.SIGINT)
-        finally:
-            del self._left[0]
+        """The handler of the timer's signal. It counts the signal first: the next one may go off within this call, and
+        end it at any place."""
+        del self._left[0]
+        if self._left:
+            signal.setitimer(signal.ITIMER_REAL, self._left[0])
+        signal.raise_signal(signal.SIGINT)
 
 
 def _insist(call) -> None:
