@@ -2,8 +2,8 @@
 
     python examples/lora_per_request.py MODEL ADAPTER [ADAPTER ...]
 
-ADAPTER is a folder as PEFT saves one (adapter_config.json and adapter_model.safetensors). A prompt is answered by the model
-alone and with every adapter; all of it runs together, and each has a prefix cache of its own.
+ADAPTER is a folder as PEFT saves one (adapter_config.json and adapter_model.safetensors). A prompt is answered by
+the model alone and with every adapter; all of it runs together, and each has a prefix cache of its own.
 """
 
 import sys
