@@ -68,7 +68,7 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     if isinstance(prompts, np.ndarray) and prompts.ndim == 1:
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts is {type(prompts).__name__}: must be {FORMS}, or a list of these")
+        raise RequestError(f"prompts is {type(prompts).__name__}: must be {FORMS}, or a list or an iterator of these")
     if prompts and all(_is_integer(token) for token in prompts):
         return [prompts]
     return list(prompts)
