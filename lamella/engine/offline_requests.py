@@ -162,7 +162,7 @@ def checked_requests(
 def checked_list(
     engine: Engine, given: Sequence[GivenRequest], *, returns_errors: bool, name: str = "prompts"
 ) -> list[CheckedRequest | RefusedRequest]:
-    """`checked_requests` of what is all there: the adapters are loaded last, and each once, however many stay loaded."""
+    """`checked_requests` of what is all there: adapters are loaded last, and each once, however many stay loaded."""
     without = [request._replace(lora_request=None) for request in given]
     checked = list(checked_requests(engine, without, returns_errors=returns_errors, name=name))
     found: dict[LoRARequest, LoadedAdapter | LamellaError] = {}

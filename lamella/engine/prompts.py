@@ -61,7 +61,7 @@ class ParsedPrompt:
         return f"{self.cache_salt or ''}\0lora:{self.adapter.digest}"
 
 
-def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+def split_prompts(prompts: Any) -> list[Any]:
     """One prompt or many -> a list of prompts."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
