@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Collection
@@ -14,6 +13,11 @@ from typing import Any
 from lamella.batch_files.input_rows import digest, key_of
 from lamella.errors import ConfigError
 from lamella.text_lines import place
+
+try:
+    import fcntl
+except ImportError:  # where there is none, nothing keeps two runs apart
+    fcntl = None  # type: ignore[assignment]
 
 
 class OutputRows:
@@ -67,12 +71,16 @@ class OutputRows:
         self.close()
 
     def _lock(self) -> None:
+        if fcntl is None:
+            return
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"{self._path} is being written by another run; wait for it, or give another file") from (
-                error
-            )
+        except BlockingIOError:
+            raise ConfigError(
+                f"{self._path} is being written by another run; wait for it, or give another file"
+            ) from None
+        except OSError:
+            pass  # some file systems have no locks
 
     def _cut_torn_line(self) -> None:
         end = size = os.fstat(self._file).st_size

@@ -41,6 +41,11 @@ class BatchFiles:
             raise ConfigError(f"input={str(source)!r} is a folder; give a .jsonl or .parquet file in it")
         if target.is_dir():
             raise ConfigError(f"output={str(target)!r} is a folder; give a file in it")
+        for name, path in (("input", source), ("output", target)):
+            if path.exists() and not path.is_file():
+                raise ConfigError(
+                    f"{name}={str(path)!r} is a pipe or a device, which cannot be read twice; give a file"
+                )
         check_output_path("output", target)
         for path in {target, self.rows_path}:
             if path.exists() and os.path.samefile(source, path):

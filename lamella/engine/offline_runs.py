@@ -44,6 +44,7 @@ class OfflineRun:
         self.is_exhausted = False
         self.unfinished: dict[str, int] = {}  # request id -> index
         self.ready: deque[RequestOutput] = deque()
+        self._is_told = False
         self._in_order = in_order
         self._num_ready = 0  # all that were ever ready, where they come in order
         self._early: dict[int, RequestOutput] = {}  # index -> an output that waits for those before it
@@ -67,6 +68,11 @@ class OfflineRun:
         while self._num_ready in self._early:
             self.ready.append(self._early.pop(self._num_ready))
             self._num_ready += 1
+
+    def close_progress(self) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self.progress.close()
 
     def require_right(self, output: RequestOutput) -> RequestOutput:
         """The output; raises its error where errors are raised. A request that failed alone is an output in any
@@ -116,7 +122,7 @@ class OfflineRuns:
         last: dict[int, RequestOutput] = {}
         self._ending.append(run)
         self.finish_ending(last)
-        run.progress.close()
+        run.close_progress()
         return last
 
     def abandon(self, run: OfflineRun) -> None:
@@ -124,7 +130,7 @@ class OfflineRuns:
         self._ending.append(run)
         if not self._engine.is_called_here:
             self.finish_ending()
-        run.progress.close()
+        run.close_progress()
 
     def finish_ending(self, last: dict[int, RequestOutput] | None = None) -> None:
         while self._ending:

@@ -218,6 +218,8 @@ def test_gzip_blank_lines_and_a_byte_order_mark(answered, tmp_path, llm):
         ("in.jsonl", "../link.jsonl", "is the input"),
         ("in.jsonl", "none/out.jsonl", "its folder does not exist"),
         ("in.jsonl", "out.jsonl.gz", "gzip cannot"),
+        ("in.jsonl", "/dev/null", "is a pipe or a device"),
+        ("/dev/null", "out.jsonl", "is a pipe or a device"),
         ("in.jsonl", "foreign.jsonl", "foreign.jsonl, line 1 answers a row that the input has not"),
         ("in.jsonl", "text.jsonl", "text.jsonl, line 2 is no row of an earlier run"),
         ("in.jsonl", "twice.jsonl", "twice.jsonl, line 2 answers a row that an earlier line answers"),

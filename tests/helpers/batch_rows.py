@@ -13,24 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ENGINE = ("--max-model-len", "128", "--kv-cache-memory-bytes", str(2**22), "--max-num-seqs", "4")
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "the",
-    "lazy",
-    "dog",
-    "and",
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "the",
-    "mat",
-]
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "one", "cat", "sat", "on", "mats"]
 
 
 def mixed_rows(count: int) -> list[str]:
