@@ -48,10 +48,12 @@ XFORMERS = ["xformers>=0.0.35; platform_system == 'Linux'"]
 BENCH = ["matplotlib"]
 PARQUET = ["pyarrow>=20"]
 LM_EVAL = ["lm_eval>=0.4.13"]
+XGRAMMAR = ["xgrammar>=0.2.9"]
 TEST = [
     *DEMO,
     *XFORMERS,
     *PARQUET,
+    *XGRAMMAR,
     "hypothesis",
     "jsonschema>=4.18",
     "mypy",
@@ -97,6 +99,7 @@ setup(
         "demo": DEMO,
         "ray": RAY,
         "xformers": XFORMERS,
+        "xgrammar": XGRAMMAR,
         "bench": BENCH,
         "parquet": PARQUET,
         "lm-eval": LM_EVAL,
