@@ -385,6 +385,9 @@ class LLM:
             while engine.has_unfinished_requests():
                 outputs = engine.step()
                 finished.update({output.request_id: output for output in outputs})
+                for output in outputs:
+                    if output.error is not None:
+                        raise output.error
                 progress.step(outputs)
         finally:
             if not engine.is_closed:

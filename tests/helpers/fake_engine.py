@@ -102,6 +102,11 @@ class FakeRunner:
         self.num_launches = 0
         self.num_copied_pages = 0
         self.num_moved_pages = 0
+        self.num_trims = 0
+        self.wrong_reads: list[AssertionError] = []  # what steps found wrong: the engine would just do them again
+
+    def trim_memory(self) -> None:
+        self.num_trims += 1
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         how = self._fails_at.get(self.num_launches)
@@ -117,7 +122,11 @@ class FakeRunner:
             if how == "result":
                 raise RuntimeError("the step fails")
             if not results:
-                results.append(self._compute(plan, contexts))
+                try:
+                    results.append(self._compute(plan, contexts))
+                except AssertionError as error:
+                    self.wrong_reads.append(error)
+                    raise
             return dataclasses.replace(results[0], logprobs=Stumbling()) if how == "update" else results[0]
 
         return LaunchedStep(None, wait)

@@ -280,6 +280,7 @@ class Life:
 
     def check(self) -> None:
         """Every request has its answer, each part of it once, and nothing is left in memory."""
+        assert self.engine.inspect().runner.wrong_reads == []
         by_request = self._outputs()
         assert set(by_request) == {one.request_id for one in ARRIVALS}
         for one in ARRIVALS:
