@@ -29,7 +29,7 @@ from lamella.errors import StepFailedError
 MOST_TRIES_ALONE = 2
 # So many requests fail alone, one after another and with no step between that succeeds, before the fault is nobody's:
 # then all that were in the step end.
-MOST_ALONE_IN_A_ROW = 4
+MOST_ALONE_IN_A_ROW = 32
 # Steps that succeed before a smaller step may be twice as large again, at first and at most.
 FEWEST_GOOD_STEPS, MOST_GOOD_STEPS = 8, 512
 # What native allocators say in a RuntimeError: torch's of a CPU, C++'s, cuBLAS'.
@@ -187,9 +187,7 @@ class StepFailures:
         if num_good < self.num_good_wanted:
             return replace(self, num_good_steps=num_good)
         larger = 2 * self.most_tokens
-        return replace(
-            self, most_tokens=larger if larger < max_num_tokens else None, has_grown=True, num_good_steps=0
-        )
+        return replace(self, most_tokens=larger if larger < max_num_tokens else None, has_grown=True, num_good_steps=0)
 
 
 CALM = StepFailures()
