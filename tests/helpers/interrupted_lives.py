@@ -165,8 +165,8 @@ class Bombs:
 
 @dataclass(frozen=True)
 class Setting:
-    """tight: memory for little more than one request. fails_at: see FakeRunner. guilty: the request with which each step
-    fails."""
+    """tight: memory for little more than one request. fails_at: see FakeRunner. guilty: the request with which
+    each step fails."""
 
     is_async: bool
     tight: bool
