@@ -118,7 +118,7 @@ class StepFailures:
         )
 
     def after_step(self, counts_of: Callable[[str], Counts | None], *, max_num_tokens: int) -> StepFailures:
-        """A step has succeeded, or there was none to do. counts_of: the tokens of a request; None where it has ended."""
+        """A step succeeded, or there was none to do. counts_of: the tokens of a request; None where it has ended."""
         watched = {
             request_id: before
             for request_id, before in self.watched.items()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamella import LLM, Engine, LamellaError, SamplingParams
+from lamella import Engine, LamellaError, SamplingParams
 from lamella.engine.lora_request import LoRARequest
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
@@ -153,12 +153,11 @@ def expected(engine):
 
 
 def batch(engine: Engine, draw: random.Random, wrong: list[tuple[str, str, dict[str, Any]]], expected) -> list[str]:
-    """Valid and wrong requests in random order, with steps between them. Returns what is wrong with the answers."""
+    """Valid and wrong requests in random order. Returns what is wrong with the answers."""
     order: list[Any] = [*range(1, 8), *wrong]
     draw.shuffle(order)
     problems: list[str] = []
     add_valid(engine, 0)
-    found: dict[str, list[tuple]] = {}
     for one in order:
         if isinstance(one, int):
             add_valid(engine, one)
@@ -194,21 +193,3 @@ def test_wrong_requests_are_refused_and_change_nothing_for_the_others(engine, ex
 def test_any_part_of_a_batch_may_be_wrong(engine, expected, seed):
     draw, wrong = random.Random(seed), wrong_requests()
     assert batch(engine, draw, draw.sample(wrong, draw.randint(0, 40)), expected) == []
-
-
-def test_generate_names_the_row_and_runs_nothing(engine, expected):
-    """`LLM.generate` checks all rows before the first runs."""
-    llm = LLM.__new__(LLM)
-    llm.__dict__.update(engine=engine)
-    draw = random.Random(7)
-    steps = engine.stats().num_steps
-    for says, prompt in WRONG_PROMPTS:
-        rows = ["the cat", "a window", "the mat"]
-        place = draw.randrange(4)
-        rows.insert(place, prompt)
-        with pytest.raises((LamellaError, TypeError)) as raised:
-            llm.generate(rows, SamplingParams(max_tokens=2), use_tqdm=False)
-        assert f"prompts[{place}]" in str(raised.value)
-        assert says in str(raised.value)
-    assert engine.stats().num_steps == steps
-    assert_empty(engine)

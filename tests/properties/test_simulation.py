@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -75,8 +76,8 @@ def _blames_the_first(original, self, error):
     if not blamed.guilty:
         return blamed
     *_, (name, failure) = blamed.guilty.items()
-    other = next(iter(self.watched), name)
-    return StepFailures(guilty={other: failure})
+    others = [other for other in self.watched if other != name]
+    return replace(blamed, guilty=dict.fromkeys(others[:1] or [name], failure))
 
 
 def _runs_all(original, self, request_ids):
@@ -84,9 +85,9 @@ def _runs_all(original, self, request_ids):
 
 
 def _forgets_who_is_aside(original, self, request_ids):
-    original(self, request_ids)
     if request_ids is None:
         self._aside.clear()
+    original(self, request_ids)
 
 
 def _never_smaller(original, self, most_tokens):
