@@ -41,7 +41,8 @@ from tests.helpers.fake_executor import VOCAB
 from tests.helpers.simulation import chunked, full, sliding
 
 MAX_MODEL_LEN = 40
-MOST_CALLS_OF_STEP = 3000
+MOST_CALLS_OF_STEP = 2000
+MOST_STEPS_OF_STORMS = 60
 PACKAGE = Path(lamella.__file__).parent
 WATCHED = (str(PACKAGE / "engine"), str(PACKAGE / "kv_cache"))
 KINDS = (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY)
@@ -282,7 +283,7 @@ class EngineLife:
         """What callers do between steps."""
         draw, engine = self.draw, self.engine
         what = draw.random()
-        if what < 0.03:
+        if what < 0.03 and self.num_steps < MOST_STEPS_OF_STORMS:  # later ones would end what hangs
             running = [one.request_id for one in self.asked if one.is_added and not one.is_over]
             storm = draw.sample(running, draw.randint(0, len(running)))
             for request_id in storm:

@@ -241,6 +241,7 @@ class Life:
         self._step = 0
         self._batches = []
         self.num_raised = 0
+        self._num_left = 0  # bombs, when suspects began to run alone
 
     def run(self) -> None:
         """To be called again where a real interrupt ended it: whatever line that came at, it goes on."""
@@ -264,7 +265,7 @@ class Life:
 
     def _try(self, call) -> bool:
         try:
-            with self._tracer or nullcontext():
+            with self._armed():
                 call()
         except (*INJECTED, RuntimeError) as error:
             if not isinstance(error, INJECTED) and "fails" not in str(error):
@@ -273,6 +274,16 @@ class Life:
             self.engine.check_invariants()
             return False
         return True
+
+    def _armed(self):
+        """What watches or disturbs the next call. No more than one bomb goes off while suspects run alone, or they
+        might rightly be taken for guilty."""
+        if isinstance(self._tracer, Bombs):
+            if not self.engine._failures.groups:
+                self._num_left = len(self._tracer.left)
+            elif len(self._tracer.left) < self._num_left:
+                return nullcontext()
+        return self._tracer or nullcontext()
 
     def _insist(self, call) -> None:
         assert any(self._try(call) for _ in range(20)), "it never comes to pass"

@@ -33,7 +33,8 @@ def test_the_lives_come_to_what_can_happen():
     stats = {setting: life.engine.stats() for setting, life in lives.items()}
     for setting, life in lives.items():
         assert life.num_raised == 0
-        assert (stats[setting].num_failed_steps > len(setting.fails_at) + 3) == bool(setting.fails_at)
+        # Those that fail by themselves, and at least four with the guilty request, which may be the same.
+        assert (stats[setting].num_failed_steps > 4) == bool(setting.fails_at)
         if setting.tight:
             assert stats[setting].num_preemptions
             assert stats[setting].kv_cache.num_evicted_spare_pages
