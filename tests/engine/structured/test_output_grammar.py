@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -13,15 +15,21 @@ from tests.helpers import tiny_tokenizers
 
 WORDS = ("stop", "stopper", "the stop", "a", "ab", "", "öl", "\n x")
 VOCAB = 300  # more than the tokenizers have
+LIBRARIES = ("guidance", "xgrammar")
 MAKERS = (tiny_tokenizers.byte_level, tiny_tokenizers.byte_fallback)
 
 
-@pytest.fixture(scope="module", params=MAKERS, ids=lambda make: make.__name__)
+@pytest.fixture(
+    scope="module", params=itertools.product(MAKERS, LIBRARIES), ids=lambda pair: f"{pair[0].__name__}-{pair[1]}"
+)
 def made(request):
-    backend = request.param()
+    make, library = request.param
+    if library == "xgrammar":
+        pytest.importorskip("xgrammar")
+    backend = make()
     end = backend.token_to_id(tiny_tokenizers.END)
     tokenizer = Tokenizer(backend, special_tokens={"eos_token": tiny_tokenizers.END})
-    return backend, end, GrammarCompiler(tokenizer, VOCAB, (end,), StructuredOutputsConfig())
+    return backend, end, GrammarCompiler(tokenizer, VOCAB, (end,), StructuredOutputsConfig(backend=library))
 
 
 def bytes_of(backend, token_id: int) -> bytes | None:
