@@ -125,7 +125,8 @@ def results(engine: Engine) -> dict[str, list[tuple]]:
         for output in engine.step():
             assert output.error is None
             found[output.request_id] = [
-                (part.token_ids, part.text, part.finish_reason, part.cumulative_logprob) for part in output.outputs
+                (part.token_ids, part.text, part.finish_reason, round(part.cumulative_logprob or 0.0, 3))
+                for part in output.outputs
             ]
     return found
 
@@ -173,7 +174,8 @@ def batch(engine: Engine, draw: random.Random, wrong: list[tuple[str, str, dict[
             problems.append(f"{shown}: the error does not say {says!r}: {error}")
     found = results(engine)
     if found != expected:
-        problems.append(f"valid requests have other answers: {found}")
+        differ = {name: (found.get(name), one) for name, one in expected.items() if found.get(name) != one}
+        problems.append(f"valid requests have other answers: {differ}, more: {found.keys() - expected.keys()}")
     assert_empty(engine)
     return problems
 
