@@ -225,8 +225,8 @@ def draw_plot(samples: list[dict[str, float]], path: Path) -> None:
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
         if len(names) > 1:
+            axis.set_ylim(auto=True)
             axis.set_yscale("log")
-            axis.set_ylim(bottom=None)
             axis.legend(["median of a second", "99 of 100"], loc="upper right")
     axes[-1].set_xlabel("minutes")
     figure.savefig(path, dpi=90)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.soak.hour import Soak, draw_plot
 
 
+@pytest.mark.slow
 def test_a_few_seconds_of_it(tmp_path):
     soak = Soak(tmp_path, seed=1)
     soak.run(2.5)
