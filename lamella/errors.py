@@ -45,6 +45,10 @@ class PrefixFileError(LamellaError, ValueError):
     """A file of a saved prefix that cannot be written or loaded: wrong, old, cut or damaged."""
 
 
+class StepFailedError(LamellaError, RuntimeError):
+    """A request that was ended because steps with it kept failing. `__cause__` is what they failed with."""
+
+
 class EngineClosedError(LamellaError, RuntimeError):
     """The engine was used after `close()`."""
 

@@ -51,7 +51,7 @@ class CompletionOutput:
     logprobs: per token, the asked-for top tokens and the sampled one by token id, None unless asked for.
     finish_reason: None while running; "stop" (an end token, a stop token id or a stop string),
         "length" (max_tokens or max_model_len), "abort", "error" (there were no logits that a token could
-        be chosen from, or a logits processor failed; other requests go on).
+        be chosen from, or a logits processor or steps with it failed; other requests go on).
     stop_reason: what stopped it: the token id of stop_token_ids, the string of stop, what went wrong; None
         for an end token and for every other finish_reason.
     """
