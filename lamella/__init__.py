@@ -1,5 +1,6 @@
 """lamella: an LLM inference engine for models that mix sliding-window and full attention."""
 
+from lamella.engine.async_engine import AsyncEngine
 from lamella.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine, EngineStats
@@ -15,6 +16,7 @@ from lamella.errors import (
     CapacityError,
     ConfigError,
     EngineClosedError,
+    EngineCrashedError,
     ForkedProcessError,
     InvariantError,
     LamellaError,
@@ -30,9 +32,14 @@ __version__ = "0.1.0"
 # vLLM's names.
 EngineArgs = EngineConfig
 LLMEngine = Engine
+AsyncEngineArgs = EngineConfig
+AsyncLLMEngine = AsyncEngine
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -43,6 +50,7 @@ __all__ = [
     "EngineArgs",
     "EngineClosedError",
     "EngineConfig",
+    "EngineCrashedError",
     "EngineStats",
     "ForkedProcessError",
     "InvariantError",

@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from lamella.engine.lora_request import LoRARequest
+from lamella.errors import LamellaError
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class RequestOutput:
     prompt_logprobs: per token of the prompt, the asked-for top tokens and the token itself by token id, None for the
         first token and those before prompt_logprob_start; with RequestOutputKind.DELTA in the first output alone. None
         unless asked for.
+    error: why there is no whole answer: the request was refused, then outputs is empty, or it failed on the way, then
+        outputs hold what came of it. None for every other request.
     """
 
     request_id: str
@@ -97,6 +100,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     lora_request: LoRARequest | None = None
+    error: LamellaError | None = None
 
     prompt_token_id_logprobs: ClassVar[None] = None
     encoder_prompt: ClassVar[None] = None
