@@ -184,7 +184,8 @@ class AsyncEngine:
         try:
             await asyncio.wait_for(is_empty, timeout_seconds)
         except TimeoutError:
-            return False
+            if self.num_unfinished_requests:
+                return False
         if self._thread.cause is not None:
             raise self._thread.closed_error()
         return True

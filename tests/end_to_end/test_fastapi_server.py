@@ -36,7 +36,8 @@ class Service:
         spec = importlib.util.spec_from_file_location("fastapi_server", EXAMPLE)
         example = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(example)
-        self.engine = AsyncEngine(model=folder, **ARGUMENTS)
+        compact = {"disable_any_whitespace": True}  # a random model would go on with spaces for ever
+        self.engine = AsyncEngine(model=folder, structured_outputs_config=compact, **ARGUMENTS)
         app = example.build_app(self.engine, "tiny")
         self.server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
         self.thread = threading.Thread(target=self.server.run)
