@@ -1,5 +1,6 @@
 """lamella: an LLM inference engine for models that mix sliding-window and full attention."""
 
+from lamella.engine.async_engine import AsyncEngine
 from lamella.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine, EngineStats
@@ -16,6 +17,7 @@ from lamella.errors import (
     CapacityError,
     ConfigError,
     EngineClosedError,
+    EngineCrashedError,
     ForkedProcessError,
     InterruptedRequestError,
     InvariantError,
@@ -33,9 +35,14 @@ __version__ = "0.1.0"
 # vLLM's names.
 EngineArgs = EngineConfig
 LLMEngine = Engine
+AsyncEngineArgs = EngineConfig
+AsyncLLMEngine = AsyncEngine
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -46,6 +53,7 @@ __all__ = [
     "EngineArgs",
     "EngineClosedError",
     "EngineConfig",
+    "EngineCrashedError",
     "EngineStats",
     "ForkedProcessError",
     "InterruptedRequestError",

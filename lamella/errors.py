@@ -53,6 +53,10 @@ class EngineClosedError(LamellaError, RuntimeError):
     """The engine was used after `close()`."""
 
 
+class EngineCrashedError(EngineClosedError):
+    """The thread of an AsyncEngine ended by an error. `__cause__` is that error."""
+
+
 class ForkedProcessError(LamellaError, RuntimeError):
     """lamella was used in a child that was forked after something was loaded; "spawn" works."""
 

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from lamella.argument_checks import shown, truth_value
 from lamella.engine.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
-from lamella.engine.chat_boundaries import characters_before
+from lamella.engine.chat_prompts import Message, chat_prompts, split_conversations
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine
 from lamella.engine.generate_progress import generate_progress
@@ -33,7 +33,6 @@ from lamella.engine.offline_requests import (
 from lamella.engine.offline_runs import OfflineRun, OfflineRuns, interrupted_output
 from lamella.engine.offline_stream import OutputStream
 from lamella.engine.outputs import RequestOutput
-from lamella.engine.prefix_boundaries import message_indices, tokens_before
 from lamella.engine.prompts import ParsedPrompt, Prompt, TokensPrompt, split_prompts
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.saved_prefixes import PrefixFile
@@ -45,7 +44,6 @@ from lamella.errors import RequestError
 from lamella.kv_cache.pinned_prefixes import PinnedPrefix
 from lamella.model_executor.text.tokenizer import Tokenizer
 
-Message = Mapping[str, Any]
 _CHAT_ARGUMENTS = (
     "messages",
     "sampling_params",
@@ -306,7 +304,7 @@ class LLM:
             given = given_requests(messages, sampling_params, lora_request, self.get_default_sampling_params())
             requests = itertools.starmap(rendered_one, enumerate(given))
             return self._collect(self._iterated(messages, requests, use_tqdm, returns, most_ahead))
-        conversations = _split_conversations(messages, refuses_bad=False)
+        conversations = split_conversations(messages, refuses_bad=False)
         each = map(
             GivenRequest,
             conversations,
@@ -328,40 +326,16 @@ class LLM:
     ) -> list[TokensPrompt]:
         """The prompts that `chat` gives to `generate`, which take the same arguments: for `pin_prefix`, `save_prefix`
         and engines that are stepped."""
-        truth_value("add_generation_prompt", add_generation_prompt, RequestError)
-        conversations = _split_conversations(messages)
-        tokenizer = self.get_tokenizer()
-        arguments: dict[str, Any] = {
-            "tools": tools,
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
-        variables = dict(chat_template_kwargs or {})
-        if clashing := sorted(set(variables) & {*arguments, "messages", "tokenize", "return_dict"}):
-            raise RequestError(f"chat_template_kwargs has {', '.join(clashing)}: pass them to chat itself")
-        prompts: list[TokensPrompt] = []
-        for index, conversation in enumerate(conversations):
-
-            def render(messages: Sequence[Message]) -> str:
-                text: str = tokenizer.apply_chat_template(messages, **arguments, **variables)
-                return text
-
-            try:
-                text = render(conversation)
-                indices = message_indices(prefix_boundary, len(conversation))
-                ends = characters_before(render, conversation, text, indices)
-            except RequestError as error:
-                if len(conversations) == 1:
-                    raise
-                raise RequestError(f"conversation {index}: {error}") from error
-            # Chat templates write the special tokens themselves.
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            prompt: TokensPrompt = {"prompt": text, "prompt_token_ids": ids}
-            if ends:
-                prompt["prefix_boundary"] = tokens_before(tokenizer, text, ids, ends, add_special_tokens=False)
-            prompts.append(prompt)
-        return prompts
+        return chat_prompts(
+            self.get_tokenizer(),
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            prefix_boundary=prefix_boundary,
+        )
 
     def pin_prefix(
         self,
@@ -544,18 +518,3 @@ def _adapter_per_prompt(
             "prompt"
         )
     return given
-
-
-def _split_conversations(messages: Any, *, refuses_bad: bool = True) -> list[Sequence[Message]]:
-    """One conversation or many -> a list of them. refuses_bad: RequestError for one that is no list of messages."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise RequestError(
-            'messages must be a non-empty list of {"role": ..., "content": ...}, or a list or an iterator of such lists'
-        )
-    # A conversation is a list; a message is a mapping or an object with fields, which the renderer checks.
-    if not any(isinstance(one, (list, tuple)) for one in messages):
-        return [messages]
-    for index, conversation in enumerate(messages):
-        if refuses_bad and (not isinstance(conversation, (list, tuple)) or not conversation):
-            raise RequestError(f"messages[{index}] must be a non-empty list of messages")
-    return list(messages)
