@@ -82,6 +82,7 @@ setup(
         "jinja2>=3.1",
         "llguidance>=1.7",
         "numpy>=1.26",
+        "prometheus-client>=0.20",
         "regex",
         "safetensors>=0.5",
         "sortedcontainers>=2.4",

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from lamella.argument_checks import shown
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine_inspection import EngineInspection
+from lamella.engine.engine_view import EngineView, snapshot_of
 from lamella.engine.held_interrupts import HeldInterrupts
 from lamella.engine.loaded_adapters import LoadedAdapter
 from lamella.engine.logits_processors import logits_functions
@@ -52,6 +53,9 @@ from lamella.model_executor.prefix_file import PrefixTies
 from lamella.model_executor.runner import LaunchedStep
 from lamella.model_executor.text.tokenizer import Tokenizer
 from lamella.native.fork_guard import FORK_GUARD
+from lamella.observability.engine_snapshot import EngineSnapshot
+from lamella.observability.metric_values import Metric
+from lamella.output_path import check_output_path
 
 Result = TypeVar("Result")
 
@@ -108,6 +112,7 @@ class Engine:
         started = time.monotonic()
         self._turns = Turns()
         self.config = config if config is not None else EngineConfig(**engine_arguments)
+        check_output_path("profile", self.config.profile)
         FORK_GUARD.arm()  # torch has threads even where no native kernels are loaded
         self._loaded: LoadedEngine | None = self._load(shows_progress)
         self.config = dataclasses.replace(self.config, max_model_len=self._loaded.pool.max_model_len)
@@ -130,7 +135,10 @@ class Engine:
         wants_async = self.config.async_scheduling
         by_default = self._loaded.runner.device.type == "cuda" and self.config.speculation is None
         self.is_async = by_default if wants_async is None else wants_async
+        self._view = EngineView(self.config, self._loaded, self._snapshot)
         self.load_seconds = time.monotonic() - started
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("loaded in %.1f s\n%s", self.load_seconds, self.kv_cache_report())
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, **vllm_arguments: Any) -> Engine:
@@ -244,6 +252,7 @@ class Engine:
             self._num_arrived = num_arrived + 1
             self._outputs.add(conversation)
             self._books = _Books.SETTLED
+            self._view.arrived(requests, params)
         except BaseException:
             if request_id not in self._outputs:
                 self._num_arrived = num_arrived
@@ -266,6 +275,7 @@ class Engine:
             ended = self._outputs.abort([one for one in given if one in self._outputs])
             for request in ended:
                 loaded.scheduler.finish(request, "abort")
+            self._view.ended(self._outputs.ended)
             self._drop_moot_steps(loaded)
             self._books = _Books.SETTLED
         except BaseException:
@@ -304,6 +314,7 @@ class Engine:
         loaded = self._require_settled()
         if self._outputs.has_outputs:
             return  # an earlier step was done, and interrupted before its outputs were returned
+        self._view.step_begins()
         try:
             if not self._launched and not self._launch(loaded):
                 self._books = _Books.SETTLED
@@ -315,6 +326,7 @@ class Engine:
             if self.config.check_invariants:
                 invariants.check(loaded.manager, loaded.scheduler.num_computed())
             self._books = _Books.SETTLED
+            self._view.step_ends(loaded)
         except BaseException:
             self._recover(loaded)
             raise
@@ -323,20 +335,26 @@ class Engine:
         """Plan and launch a step; False if there is none to launch now."""
         self._books = _Books.HALF_DONE
         plan = loaded.scheduler.schedule()
+        self._view.planned(loaded)
         if plan is None:
             return False
         self._books = _Books.PLANNED
         self._launched.append(loaded.runner.launch(plan))
+        self._view.launched(plan)
         return True
 
     def _process(self, loaded: LoadedEngine) -> None:
         """Wait for the oldest launched step and take in what it computed."""
         self._books = _Books.PLANNED
         result = self._launched[0].result()
+        self._view.part_ends("wait")
         self._books = _Books.HALF_DONE
         self._launched.popleft()
-        for request, stop_string, num_dropped in self._outputs.process(loaded.scheduler.update(result)):
+        new_tokens = loaded.scheduler.update(result)
+        self._view.part_ends("update")
+        for request, stop_string, num_dropped in self._outputs.process(new_tokens):
             loaded.scheduler.finish(request, "stop", stop_string, num_dropped_tokens=num_dropped)
+        self._view.processed(new_tokens, self._outputs.ended)
 
     def _drop_moot_steps(self, loaded: LoadedEngine) -> None:
         """When no request is left, nobody wants what the steps in flight compute: wait for them, so that their memory
@@ -365,6 +383,7 @@ class Engine:
             self._drain()
             loaded.scheduler.restart(self._outputs.unfinished(), self._outputs.num_kept_tokens)
         self._books = _Books.SETTLED
+        self._view.recovered()
 
     def _drain(self) -> None:
         """Wait until the steps in flight are over, then drop them: as long as they run they write to pages."""
@@ -463,6 +482,21 @@ class Engine:
             kv_cache=loaded.manager.counters(hits),
             drafts=loaded.scheduler.draft_counters(),
         )
+
+    @in_turn
+    def _snapshot(self) -> EngineSnapshot:
+        return snapshot_of(self._require_open())
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics, as vLLM's `LLM.get_metrics` returns them: a list of Counter, Gauge, Histogram and Vector, of
+        `lamella.metrics`. Any thread may ask. Raises LamellaError where disable_log_stats=True keeps none."""
+        self._require_open()
+        return self._view.metrics.values()
+
+    def metrics_text(self) -> str:
+        """All metrics in Prometheus' text form, for a server to answer /metrics with. Raises as `get_metrics`."""
+        self._require_open()
+        return self._view.metrics.text()
 
     @in_turn
     def running_tokens(self) -> RunningTokens:
@@ -599,6 +633,8 @@ class Engine:
         self._launched.clear()
         self._outputs.clear()
         self._books = _Books.SETTLED
+        if loaded is not None:
+            self._view.close()
         if loaded is not None:
             loaded.let_go()  # the traceback of a failed step keeps `loaded` alive, but must not keep its memory
 

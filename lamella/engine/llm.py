@@ -31,6 +31,7 @@ from lamella.engine.vllm_request_arguments import BEAM_SEARCH_ARGUMENTS, CHAT_AR
 from lamella.errors import EngineClosedError, LamellaError, RequestError
 from lamella.kv_cache.pinned_prefixes import PinnedPrefix
 from lamella.model_executor.text.tokenizer import Tokenizer
+from lamella.observability.metric_values import Metric
 
 Message = Mapping[str, Any]
 _CHAT_ARGUMENTS = (
@@ -90,6 +91,10 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.get_tokenizer()
+
+    def get_metrics(self) -> list[Metric]:
+        """`Engine.get_metrics`."""
+        return self.engine.get_metrics()
 
     def generate(
         self,
