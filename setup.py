@@ -74,7 +74,7 @@ setup(
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
     ext_modules=[Extension("lamella.native.kernels", sources=[])],
     packages=find_packages(include=["lamella", "lamella.*"]),
-    package_data={"lamella": ["**/*.json", "**/*.jinja", "**/*.cpp", "**/*.h", "py.typed"]},
+    package_data={"lamella": ["**/*.json", "**/*.jinja", "**/*.html", "**/*.cpp", "**/*.h", "py.typed"]},
     entry_points={"console_scripts": ["lamella = lamella.cli:main"]},
     install_requires=[
         "click>=8.1",
