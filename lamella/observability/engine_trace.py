@@ -64,7 +64,7 @@ class EngineTrace:
         self._file, self._manager, self._layout = file, manager, layout
         self._start = time.monotonic()
         self._events: list[str] = []
-        self._steps: list[StepNote] = []
+        self._steps: list[tuple[StepNote, CacheEvents]] = []
         self._flushed = self._look_due = self._start
         self._phases: dict[ObservedRequest, str] = {}
         self._rows: dict[int, ObservedRequest] = {}  # of the requests that run
@@ -147,10 +147,7 @@ class EngineTrace:
     # Steps and memory
 
     def stepped(self, note: StepNote) -> None:
-        self._steps.append(note)
-        events = self._manager.events()
-        if events != self._seen:
-            self._tell(events, note.end)
+        self._steps.append((note, self._manager.events()))
         if note.end >= self._look_due or not note.num_running:
             self._look(note.end)
         if len(self._steps) >= FLUSH_STEPS or note.end - self._flushed >= FLUSH_SECONDS:
@@ -238,7 +235,9 @@ class EngineTrace:
         )
 
     def _flush(self, now: float) -> None:
-        for note in self._steps:
+        for note, happened in self._steps:
+            if happened != self._seen:
+                self._tell(happened, note.end)
             args = (
                 f',"args":{{"step":{note.number},"tokens":{note.num_tokens},"running":{note.num_running},'
                 f'"waiting":{note.num_waiting}}}'

@@ -6,16 +6,21 @@ chrome://tracing take it all the same, and so does `read_trace`.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lamella.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 
 class TraceFile:
-    """Raises ConfigError where the file cannot be written."""
+    """Raises ConfigError where the file cannot be opened. Where it cannot be written later, as on a full disk, the trace
+    ends there with a warning: the engine goes on."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -27,16 +32,26 @@ class TraceFile:
 
     def write(self, events: list[str]) -> None:
         """Append events, each a JSON object, and hand them to the operating system."""
-        if events and not self._file.closed:
+        if not events or self._file.closed:
+            return
+        try:
             self._file.write(self._separator + ",\n".join(events))
             self._file.flush()
             self._separator = ",\n"
+        except OSError as error:
+            logger.warning("the trace %s ends here, because it cannot be written: %s", self.path, error)
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def close(self) -> None:
         """End the array. Closing twice is fine."""
-        if not self._file.closed:
+        if self._file.closed:
+            return
+        try:
             self._file.write("[\n]\n" if self._separator == "[\n" else "\n]\n")
             self._file.close()
+        except OSError as error:
+            logger.warning("the trace %s has no end, because it cannot be written: %s", self.path, error)
 
 
 def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
