@@ -49,7 +49,8 @@ from lamella.plot_path import check_plot_path
 @click.option("--policy", "policies", type=click.Choice(SCHEDULING_POLICIES), multiple=True, default=("fcfs",),
               help="lamella's; vLLM is always fcfs")  # fmt: skip
 @click.option("--systems", default="lamella",
-              help="of lamella, hinted, viewed, profiled, split:RATIO, hybrid-off, vllm, vllm:INTERVAL, vllm-dense")  # fmt: skip
+              help="of lamella, hinted, viewed, profiled, split:RATIO, hybrid-off, vllm, vllm:INTERVAL, "
+                   "vllm-dense")  # fmt: skip
 @click.option("--vllm-python", type=click.Path(), help="an interpreter that has vLLM, for system vllm")
 @click.option("--page-size", type=click.IntRange(min=1), default=16, help="tokens")
 @click.option("--interval", "intervals", type=click.IntRange(min=1), multiple=True,

@@ -260,9 +260,7 @@ def generate(
 
 
 @cli.command(cls=GroupedCommand, flags={**sampling_options.flags, **engine_options.flags})
-@click.option(
-    "--system-prompt", help="What the conversation begins with.", cls=GroupedOption, group="The conversation"
-)
+@click.option("--system-prompt", help="What the conversation begins with.", cls=GroupedOption, group="The conversation")
 @sampling_options
 @engine_options
 @click.pass_context
@@ -277,7 +275,9 @@ def chat(ctx: click.Context, system_prompt: str | None, **_: Any) -> None:
         raise Refusal(with_flags(str(error), sampling_options.flags)) from error
     with LLM(**engine_options.given(ctx)) as llm:
         params = dataclasses.replace(llm.get_default_sampling_params(), **{"max_tokens": None, **given})
-        run_chat(Conversation(llm, params, system_prompt), click.get_text_stream("stdin"), click.get_text_stream("stdout"))
+        run_chat(
+            Conversation(llm, params, system_prompt), click.get_text_stream("stdin"), click.get_text_stream("stdout")
+        )
 
 
 def _adapter(lora: str) -> LoRARequest:
@@ -348,10 +348,16 @@ def bench() -> None:
 @click.option("--temperature", type=REAL, default=1.0, show_default=True, help="0 is greedy.")
 @click.option("--n", type=WHOLE, default=1, show_default=True, help="Samples of each prompt.")
 @click.option(
-    "--backend", type=click.Choice(BACKENDS), default="lamella", show_default=True, help="What runs them; hf is transformers."
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="lamella",
+    show_default=True,
+    help="What runs them; hf is transformers.",
 )
 @click.option("--async-engine", is_flag=True, help="Run lamella's AsyncEngine, every request a task of its own.")
-@click.option("--hf-max-batch-size", type=WHOLE, default=16, show_default=True, help="Prompts at a time of transformers.")
+@click.option(
+    "--hf-max-batch-size", type=WHOLE, default=16, show_default=True, help="Prompts at a time of transformers."
+)
 @click.option("--output-json", type=click.Path(), help="Also write the figures to this file.")
 @click.option("--plot", type=click.Path(), help="Also draw the latencies into this PNG.")
 @engine_options

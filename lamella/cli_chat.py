@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -45,9 +46,9 @@ class Conversation:
         self.messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
 
     def answer(self, text: str) -> Iterator[str]:
-        """The answer to the user's `text`, in pieces. Where reading is broken off, by Ctrl-C or by closing the iterator,
-        the request ends, and what has come of the answer counts. Raises LamellaError, with nothing changed, where the
-        conversation cannot be run."""
+        """The answer to the user's `text`, in pieces. Where reading is broken off, by Ctrl-C or by closing the
+        iterator, the request ends, and what has come of the answer counts. Raises LamellaError, with nothing changed,
+        where the conversation cannot be run."""
         engine, request_id = self._llm.engine, f"chat-{next(self._ids)}"
         messages = [*self.messages, {"role": "user", "content": text}]
         (prompt,) = self._llm.chat_prompts(messages)
@@ -147,10 +148,8 @@ def _lines(source: TextIO) -> Iterator[str]:
 
 def _terminal_lines() -> Iterator[str]:
     """Lines that are typed. Ctrl-C while typing drops the line; Ctrl-D ends."""
-    try:
+    with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # importing it is what lets `input` edit lines
-    except ImportError:
-        pass
     while True:
         try:
             yield input("> ")

@@ -33,7 +33,7 @@ class Driver:
 
     def __init__(self, scheduler: Scheduler, *, budget_bytes: int, view: EngineView | None = None) -> None:
         self._view = view
-        self._loaded: Any = SimpleNamespace(scheduler=scheduler, manager=scheduler.manager)
+        self._watched: Any = SimpleNamespace(scheduler=scheduler, manager=scheduler.manager)
         self.scheduler = scheduler
         self._outputs: dict[str, np.ndarray] = {}
         self._arrival_step: dict[str, int] = {}
@@ -77,7 +77,7 @@ class Driver:
                 self._view.step_begins()
             plan = self.scheduler.schedule()
             if self._view is not None:
-                self._view.planned(self._loaded)
+                self._view.planned(self._watched)
             seconds += time.perf_counter() - start
             if plan is not None:
                 break
@@ -93,7 +93,7 @@ class Driver:
         if self._view is not None:
             self._view.part_ends("update")
             self._view.processed(new_tokens, ())
-            self._view.step_ends(self._loaded)
+            self._view.step_ends(self._watched)
         finished = [request.request_id for request in new_tokens.ended]
         self.step_seconds.append((seconds, time.perf_counter() - start))
         for request_id in finished:

@@ -50,7 +50,8 @@ class Labels(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """kind: "lamella", "hinted", "viewed", "profiled", "split", "hybrid-off", "vllm" or "vllm-dense"; value: what follows the colon."""
+    """kind: "lamella", "hinted", "viewed", "profiled", "split", "hybrid-off", "vllm" or "vllm-dense"; value: what
+    follows the colon."""
 
     kind: str
     value: float | None = None
@@ -82,14 +83,15 @@ def parse_system(text: str) -> System:
     except ValueError:
         number = -1.0
     takes_value = {
-        "lamella": (False,), "hinted": (False,), "viewed": (False,), "profiled": (False,), "hybrid-off": (False,), "split": (True,), "vllm": (False, True),
+        "lamella": (False,), "hinted": (False,), "viewed": (False,), "profiled": (False,), "hybrid-off": (False,),
+        "split": (True,), "vllm": (False, True),
         "vllm-dense": (False,),
     }  # fmt: skip
     is_sensible = number is None or (number > 0 if kind == "split" else number >= 0)
     if (number is not None) not in takes_value.get(kind, ()) or not is_sensible:
         raise ConfigError(
-            f"system {text!r} is not known; use lamella, hinted, split:RATIO, viewed, profiled, hybrid-off, vllm, vllm:INTERVAL or "
-            "vllm-dense"
+            f"system {text!r} is not known; use lamella, hinted, split:RATIO, viewed, profiled, hybrid-off, vllm, "
+            "vllm:INTERVAL or vllm-dense"
         )
     return System(kind, number)
 

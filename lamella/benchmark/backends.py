@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,11 +138,12 @@ class AsyncBackend:
             )
             request_id = f"run-{self._num_runs}-{index}"
             arrived, came, output = time.monotonic(), [], None
-            async for output in self._engine.generate(request.prompt_token_ids, params, request_id):
+            async for latest in self._engine.generate(request.prompt_token_ids, params, request_id):
+                output = latest
                 came.append(time.monotonic())
             if output is not None and came:
                 times.add(arrived, came[0], came[-1], max(len(each.token_ids) for each in output.outputs))
-                times.itl.extend(later - before for before, later in zip(came, came[1:], strict=False))
+                times.itl.extend(later - before for before, later in itertools.pairwise(came))
             return output
 
         start = time.perf_counter()

@@ -163,8 +163,8 @@ class ShareGPTDataset:
 
 @dataclass(frozen=True, slots=True)
 class SonnetDataset:
-    """Prompts made of a text's lines: the same first lines for all, prefix_len tokens of them, then lines at random up to
-    about input_len tokens.
+    """Prompts made of a text's lines: the same first lines for all, prefix_len tokens of them, then lines at random up
+    to about input_len tokens.
 
     path: a text file; lines are taken whole, so a prompt is at most input_len tokens and falls short by less than a
     line. Raises ConfigError where the text is too short.
@@ -228,7 +228,9 @@ class CustomDataset:
         for number, text in numbered_lines(self.path):
             row, where = parsed_json(self.path, number, text), place(self.path, number)
             if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-                raise ConfigError(f'{where}: {shown(row)} is no row of a custom data set; needed is {{"prompt": "..."}}')
+                raise ConfigError(
+                    f'{where}: {shown(row)} is no row of a custom data set; needed is {{"prompt": "..."}}'
+                )
             length = row.get("output_tokens")
             output_len = self.output_len
             if length is not None:

@@ -136,7 +136,13 @@ class EngineView:
             scheduler = loaded.scheduler
             num_running, num_waiting = len(scheduler.running), len(scheduler.queue)
             note = StepNote(
-                self._num_steps, self._started, time.monotonic(), self._parts, self._num_tokens, num_running, num_waiting
+                self._num_steps,
+                self._started,
+                time.monotonic(),
+                self._parts,
+                self._num_tokens,
+                num_running,
+                num_waiting,
             )
             self._num_steps += 1
             self._trace.stepped(note)

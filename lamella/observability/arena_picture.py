@@ -89,8 +89,8 @@ def read_story(events: Iterable[dict[str, Any]], place: str) -> ArenaStory:
 
 
 def draw_arena(trace: str | Path, output: str | Path) -> ArenaStory:
-    """Write the picture of a trace file. Returns what it shows. Raises ConfigError where one cannot be read or the other
-    cannot be written."""
+    """Write the picture of a trace file. Returns what it shows. Raises ConfigError where one cannot be read or the
+    other cannot be written."""
     story = read_story(read_trace(trace), str(trace))
     data = json.dumps(story.to_json(), separators=(",", ":")).replace("<", "\\u003c")
     page = TEMPLATE.read_text(encoding="utf-8")

@@ -196,7 +196,9 @@ class EngineTrace:
         groups, rows = use.groups.tolist(), use.rows.tolist()
         names = {row: name_of(request) for row, request in self._rows.items()}
         slabs = {slab: (groups[slab], names.get(rows[slab])) for slab in lent}
-        changes = [[slab, group, name] for slab, (group, name) in slabs.items() if self._slabs.get(slab) != (group, name)]
+        changes = [
+            [slab, group, name] for slab, (group, name) in slabs.items() if self._slabs.get(slab) != (group, name)
+        ]
         changes += [[slab, FREE, None] for slab in self._slabs if slab not in slabs]
         self._slabs = slabs
         if changes:

@@ -136,7 +136,9 @@ class EngineMetrics:
         kv, hits = now.kv_cache, now.kv_cache.hits
         yield self._gauge("num_requests_running", "Requests that run", now.num_running)
         yield self._gauge("num_requests_waiting", "Requests that wait", now.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV memory that requests hold, 0 to 1", now.kv_cache_usage)
+        yield self._gauge(
+            "kv_cache_usage_perc", "Share of the KV memory that requests hold, 0 to 1", now.kv_cache_usage
+        )
         yield self._counter("prompt_tokens", "Tokens of prompts that have begun to run", now.num_prompt_tokens)
         yield self._counter("prompt_tokens_cached", "Of these, those found in the cache", now.num_cached_tokens)
         yield self._counter("generation_tokens", "Tokens generated", now.num_generated_tokens)

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class TraceFile:
-    """Raises ConfigError where the file cannot be opened. Where it cannot be written later, as on a full disk, the trace
-    ends there with a warning: the engine goes on."""
+    """Raises ConfigError where the file cannot be opened. Where it cannot be written later, as on a full disk, the
+    trace ends there with a warning: the engine goes on."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

@@ -87,7 +87,9 @@ def test_vllm_is_called_by_its_own_names(monkeypatch):
             return [
                 RequestOutput(
                     request_id=str(index), prompt=None, prompt_token_ids=prompt["prompt_token_ids"], finished=True,
-                    outputs=[CompletionOutput(k, "", [1] * one.max_tokens, finish_reason="length") for k in range(one.n)],
+                    outputs=[
+                        CompletionOutput(k, "", [1] * one.max_tokens, finish_reason="length") for k in range(one.n)
+                    ],
                 )
                 for index, (prompt, one) in enumerate(zip(prompts, params, strict=True))
             ]  # fmt: skip

@@ -131,5 +131,5 @@ def test_what_a_browser_shows(page, tmp_path):
 def test_a_picture_that_cannot_be_written_is_refused(tmp_path):
     trace = tmp_path / "trace.json"
     trace.write_text("[\n" + ",\n".join(map(json.dumps, EVENTS)) + "\n]\n")
-    with pytest.raises(ConfigError, match="output=.*cannot be written"):
+    with pytest.raises(ConfigError, match=r"output=.*cannot be written"):
         draw_arena(trace, tmp_path / "none" / "page.html")

@@ -1,5 +1,6 @@
 """The trace against the lives of the requests and what the engine counts."""
 
+import itertools
 import json
 from collections import defaultdict
 
@@ -58,9 +59,7 @@ def spans(events):
 @pytest.mark.parametrize("memory_bytes", [2**20, 21 * 2**14])
 def test_steps_requests_and_hits(folder, tmp_path, is_async, memory_bytes):
     path = tmp_path / "trace.json"
-    outputs, num_calls, stats, slabs = run(
-        folder, path, async_scheduling=is_async, kv_cache_memory_bytes=memory_bytes
-    )
+    outputs, num_calls, stats, slabs = run(folder, path, async_scheduling=is_async, kv_cache_memory_bytes=memory_bytes)
     events = json.loads(path.read_text())
     assert list(read_trace(path)) == events
 
@@ -71,7 +70,7 @@ def test_steps_requests_and_hits(folder, tmp_path, is_async, memory_bytes):
     assert set(names) - {"step", "copies", "products", "attention", "head", "sampling"} == PARTS
     assert {"products", "attention", "head"} <= set(names)
     steps = [event for event in slices if event["name"] == "step"]
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in itertools.pairwise(steps):
         assert before["ts"] + before["dur"] <= after["ts"] + 0.2
     for event in slices:
         assert any(
@@ -84,9 +83,7 @@ def test_steps_requests_and_hits(folder, tmp_path, is_async, memory_bytes):
         assert is_async or sum(event["args"]["tokens"] for event in steps) == computed
 
     found = spans(events)
-    ends = {
-        event["id"]: event["args"] for event in events if event["ph"] == "e" and event["name"] == "request"
-    }
+    ends = {event["id"]: event["args"] for event in events if event["ph"] == "e" and event["name"] == "request"}
     assert set(ends) == set(outputs)
     for request_id, output in outputs.items():
         sample = output.outputs[0]
@@ -108,9 +105,7 @@ def test_steps_requests_and_hits(folder, tmp_path, is_async, memory_bytes):
         assert sum(name == "preempted" for *_, name in phases) == output.metrics.num_preemptions
     assert (stats.num_preemptions > 0) == (memory_bytes < 2**20)
 
-    hits = {
-        event["args"]["request"]: event["args"]["tokens"] for event in events if event["name"] == "prefix hit"
-    }
+    hits = {event["args"]["request"]: event["args"]["tokens"] for event in events if event["name"] == "prefix hit"}
     assert hits == {name: output.num_cached_tokens for name, output in outputs.items() if output.num_cached_tokens}
     assert hits
     held = {}

@@ -10,8 +10,8 @@ from lamella.observability.engine_snapshot import EngineSnapshot
 from lamella.observability.log_line import LogLine
 
 START = EngineSnapshot(
-    num_running=3, num_waiting=2, num_prompt_tokens=100, num_cached_tokens=40, num_generated_tokens=7, num_preemptions=0,
-    num_steps=5, page_bytes={"full": 10}, arena_bytes=1000, num_proposed_at=(), num_accepted_at=(),
+    num_running=3, num_waiting=2, num_prompt_tokens=100, num_cached_tokens=40, num_generated_tokens=7,
+    num_preemptions=0, num_steps=5, page_bytes={"full": 10}, arena_bytes=1000, num_proposed_at=(), num_accepted_at=(),
     kv_cache=KVCacheCounters({"full": GroupUsage(25, 3, 2)}, 0, 0, 0, 0, 0, 0, HitCounters()),
 )  # fmt: skip
 

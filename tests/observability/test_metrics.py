@@ -156,9 +156,9 @@ def test_engines_do_not_share_metrics(folder):
 
 
 def test_without_stats_there_are_none_and_closed_engines_say_so(folder):
-    with Engine(model=folder, disable_log_stats=True, **ENGINE) as engine:
-        with pytest.raises(LamellaError, match="disable_log_stats=True"):
-            engine.get_metrics()
+    engine = Engine(model=folder, disable_log_stats=True, **ENGINE)
+    with engine, pytest.raises(LamellaError, match="disable_log_stats=True"):
+        engine.get_metrics()
     with pytest.raises(EngineClosedError):
         engine.get_metrics()
 
