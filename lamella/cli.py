@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -275,9 +276,7 @@ def chat(ctx: click.Context, system_prompt: str | None, **_: Any) -> None:
         raise Refusal(with_flags(str(error), sampling_options.flags)) from error
     with LLM(**engine_options.given(ctx)) as llm:
         params = dataclasses.replace(llm.get_default_sampling_params(), **{"max_tokens": None, **given})
-        run_chat(
-            Conversation(llm, params, system_prompt), click.get_text_stream("stdin"), click.get_text_stream("stdout")
-        )
+        run_chat(Conversation(llm, params, system_prompt), sys.stdin, sys.stdout)
 
 
 def _adapter(lora: str) -> LoRARequest:

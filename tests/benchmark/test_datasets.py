@@ -370,7 +370,7 @@ class TestOptions:
 
 
 class TestSonnet:
-    LINES = ("one two three", "four five", "six seven eight nine", "ten", "")
+    LINES = ("a a a", "bb bb", "ccc ccc ccc ccc", "dddd", "")
 
     def test_all_prompts_begin_with_the_first_lines_and_go_on_with_others(self, tmp_path):
         path = tmp_path / "sonnet.txt"
@@ -393,7 +393,7 @@ class TestSonnet:
 
     def test_a_text_without_short_lines_is_refused(self, tmp_path):
         path = tmp_path / "sonnet.txt"
-        path.write_text("one two three\n")
+        path.write_text("a a a\n")
         with pytest.raises(ConfigError, match="no line of at most 2 tokens"):
             draw(SonnetDataset(path, input_len=2, output_len=3, prefix_len=0))
 

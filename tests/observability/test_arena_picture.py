@@ -84,7 +84,7 @@ def test_what_a_browser_shows(page, tmp_path):
 
     # A copy that points at the middle of each box that is drawn and notes what the page says there.
     asks = tmp_path / "asks.html"
-    script = """<script>
+    script = """<script>{
     const place = canvas.getBoundingClientRect(), said = document.createElement("ul");
     said.id = "said";
     for (const [left, top, right, bottom] of boxes.slice()) {
@@ -96,7 +96,7 @@ def test_what_a_browser_shows(page, tmp_path):
     }
     said.dataset.top = place.top; said.dataset.left = place.left;
     document.body.append(said);
-    </script></body>"""
+    }</script></body>"""
     asks.write_text(page.read_text().replace("</body>", script))
     dom = browse(asks, "--dump-dom")
     said = re.findall(r"<li>([\d,]+)\|(.*?)</li>", dom)

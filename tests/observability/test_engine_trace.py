@@ -28,7 +28,7 @@ def run(folder, path, **arguments):
     outputs, num_calls = {}, 0
     with Engine(model=folder, profile=str(path), **arguments) as engine:
         for index in range(9):
-            params = SamplingParams(max_tokens=20 + 8 * index, temperature=0, ignore_eos=True, n=1)
+            params = SamplingParams(max_tokens=60 + 12 * index, temperature=0, ignore_eos=True)
             engine.add_request(f"r{index}", [*SHARED, *[60 + index] * (1 + 2 * index)], params)
         while engine.has_unfinished_requests():
             num_calls += 1
@@ -56,7 +56,7 @@ def spans(events):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("memory_bytes", [2**20, 21 * 2**14])
+@pytest.mark.parametrize("memory_bytes", [2**20, 18 * 2**14])
 def test_steps_requests_and_hits(folder, tmp_path, is_async, memory_bytes):
     path = tmp_path / "trace.json"
     outputs, num_calls, stats, slabs = run(folder, path, async_scheduling=is_async, kv_cache_memory_bytes=memory_bytes)

@@ -141,7 +141,7 @@ def test_the_page_shows_what_runs(folder, capsys):
 
 def test_the_page_names_every_metric_and_no_other(folder):
     page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text(encoding="utf-8")
-    with LLM(folder, **ENGINE, speculative_config={"method": "ngram"}) as llm:
+    with LLM(folder, **ENGINE, speculative_config={"method": "suffix"}) as llm:
         names = {metric.name.removeprefix("lamella:") for metric in llm.get_metrics()}
     table = page.split("| kind | names |")[1].split("\n\n")[0]
     told = set(re.findall(r"`(\w+)`", table)) - {"finished_reason", "Vector"}
