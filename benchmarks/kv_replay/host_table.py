@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from kv_replay import drive, vllm_process
 from kv_replay.jobs import Job, result_of
@@ -121,7 +122,7 @@ def _run(
 def _decode(sizes: DecodeSizes, vllm_python: str | None, cell: Cell, system: System, limits: Limits) -> Outcome:
     specs = layer_specs(cell.layout)
     memory = {"budget_bytes": cell.budget_bytes, "max_model_len": sizes.max_model_len(limits)}
-    counts = {
+    counts: dict[str, Any] = {
         "num_requests": sizes.num_requests,
         "context_tokens": sizes.context_tokens,
         "num_steps": sizes.num_steps,
