@@ -1,10 +1,12 @@
 """`lamella chat`: from a pipe and in a pseudo-terminal, against what the engine says to the same messages."""
 
+import functools
 import json
 import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -99,7 +101,11 @@ def test_control_c_stops_the_answer_and_keeps_the_chat(folder, tmp_path):
     # The model's own limit is 512 positions; a longer one keeps it talking until it is stopped.
     save_tiny_gemma(tmp_path / "model", max_position_embeddings=16384)
     command = [sys.executable, "-m", "lamella", "chat", "--model", str(tmp_path / "model"), *flags]
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+    # A shell starts what runs in the background with interrupts ignored, and children inherit that.
+    heeds_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=heeds_interrupts
+    )
     os.close(slave)
     heard = ""
 
@@ -118,7 +124,7 @@ def test_control_c_stops_the_answer_and_keeps_the_chat(folder, tmp_path):
         hear("> ")
         os.write(master, b"the quick brown fox\n")
         hear(r"fox\r\n[^\r\n]{20}")
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         hear(r"\[stopped\]\r\n> ")
         os.write(master, f"/save {saved}\n".encode())
         hear("saved 2 messages")
