@@ -47,9 +47,11 @@ RAY = ["ray[data]>=2.40"]
 XFORMERS = ["xformers>=0.0.35; platform_system == 'Linux'"]
 BENCH = ["matplotlib"]
 LM_EVAL = ["lm_eval>=0.4.13"]
+XGRAMMAR = ["xgrammar>=0.2.9"]
 TEST = [
     *DEMO,
     *XFORMERS,
+    *XGRAMMAR,
     "hypothesis",
     "jsonschema>=4.18",
     "mypy",
@@ -96,6 +98,7 @@ setup(
         "demo": DEMO,
         "ray": RAY,
         "xformers": XFORMERS,
+        "xgrammar": XGRAMMAR,
         "bench": BENCH,
         "lm-eval": LM_EVAL,
         "test": TEST,

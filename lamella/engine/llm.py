@@ -291,14 +291,21 @@ class LLM:
             prompts.append(prompt)
         return prompts
 
-    def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None, name: str | None = None) -> PinnedPrefix:
+    def pin_prefix(
+        self,
+        prompt: Prompt,
+        *,
+        cache_salt: str | None = None,
+        name: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> PinnedPrefix:
         """`Engine.pin_prefix`, and compute the prompt now if it is not cached. Where that fails it is not pinned."""
         engine = self.engine
-        pinned = engine.pin_prefix(prompt, cache_salt=cache_salt, name=name)
+        pinned = engine.pin_prefix(prompt, cache_salt=cache_salt, name=name, lora_request=lora_request)
         if pinned.is_cached:
             return pinned
         try:
-            self._compute_prefix(prompt, cache_salt)
+            self._compute_prefix(prompt, cache_salt, lora_request)
         except BaseException:
             if not engine.is_closed:
                 engine.unpin_prefix(pinned)
@@ -313,19 +320,26 @@ class LLM:
         """All pinned prefixes, in the order in which they were pinned."""
         return self.engine.pinned_prefixes()
 
-    def save_prefix(self, path: str | Path, prompt: Prompt, *, cache_salt: str | None = None) -> PrefixFile:
+    def save_prefix(
+        self,
+        path: str | Path,
+        prompt: Prompt,
+        *,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> PrefixFile:
         """Compute a prompt, as far as it is not cached, and write its KV to a file: see `Engine.save_prefix`."""
-        self._compute_prefix(prompt, cache_salt)
-        return self.engine.save_prefix(path, prompt, cache_salt=cache_salt)
+        self._compute_prefix(prompt, cache_salt, lora_request)
+        return self.engine.save_prefix(path, prompt, cache_salt=cache_salt, lora_request=lora_request)
 
-    def load_prefix(self, path: str | Path) -> PrefixFile:
+    def load_prefix(self, path: str | Path, *, lora_request: LoRARequest | None = None) -> PrefixFile:
         """Put what `save_prefix` wrote into the cache: see `Engine.load_prefix`."""
-        return self.engine.load_prefix(path)
+        return self.engine.load_prefix(path, lora_request=lora_request)
 
-    def _compute_prefix(self, prompt: Prompt, cache_salt: str | None) -> None:
+    def _compute_prefix(self, prompt: Prompt, cache_salt: str | None, lora_request: LoRARequest | None) -> None:
         """Run a request with this prompt, whose end becomes a place to resume that goes after others."""
         params = SamplingParams(temperature=0, max_tokens=1)
-        parsed = self.engine.parse_prefix(prompt, cache_salt)
+        parsed = self.engine.parse_prefix(prompt, cache_salt, lora_request)
         self._run([dataclasses.replace(parsed, prefix_boundaries=(len(parsed.token_ids),))], [params], False)
 
     def reset_prefix_cache(self, **vllm_arguments: Any) -> bool:

@@ -56,9 +56,17 @@ class ParsedPrompt:
     @property
     def salt(self) -> str | None:
         """What tells the KV of the prompt from that of others of the same tokens."""
-        if self.adapter is None:
-            return self.cache_salt
-        return f"{self.cache_salt or ''}\0lora:{self.adapter.digest}"
+        return root_salt(self.cache_salt, self.adapter_digest)
+
+    @property
+    def adapter_digest(self) -> str:
+        """Empty without an adapter."""
+        return "" if self.adapter is None else self.adapter.digest
+
+
+def root_salt(cache_salt: str | None, adapter_digest: str) -> str | None:
+    """What the root of the prefix tree is named by that prompts of this salt and adapter start from."""
+    return f"{cache_salt or ''}\0lora:{adapter_digest}" if adapter_digest else cache_salt
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
