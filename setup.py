@@ -82,7 +82,7 @@ setup(
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
     ext_modules=[Extension("lamella.native.kernels", sources=[])],
     packages=find_packages(include=["lamella", "lamella.*"]),
-    package_data={"lamella": ["**/*.json", "**/*.jinja", "**/*.cpp", "**/*.h", "py.typed"]},
+    package_data={"lamella": ["**/*.json", "**/*.jinja", "**/*.html", "**/*.cpp", "**/*.h", "py.typed"]},
     entry_points={"console_scripts": ["lamella = lamella.cli:main"]},
     install_requires=[
         "click>=8.1",
@@ -90,6 +90,7 @@ setup(
         "jinja2>=3.1",
         "llguidance>=1.7",
         "numpy>=1.26",
+        "prometheus-client>=0.20",
         "regex",
         "safetensors>=0.5",
         "sortedcontainers>=2.4",

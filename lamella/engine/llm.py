@@ -43,6 +43,7 @@ from lamella.engine.vllm_request_arguments import BEAM_SEARCH_ARGUMENTS, CHAT_AR
 from lamella.errors import RequestError
 from lamella.kv_cache.pinned_prefixes import PinnedPrefix
 from lamella.model_executor.text.tokenizer import Tokenizer
+from lamella.observability.metric_values import Metric
 
 _CHAT_ARGUMENTS = (
     "messages",
@@ -103,6 +104,10 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.get_tokenizer()
+
+    def get_metrics(self) -> list[Metric]:
+        """`Engine.get_metrics`."""
+        return self.engine.get_metrics()
 
     def generate(
         self,
