@@ -47,12 +47,16 @@ RAY = ["ray[data]>=2.40"]
 XFORMERS = ["xformers>=0.0.35; platform_system == 'Linux'"]
 BENCH = ["matplotlib"]
 SERVE = ["fastapi>=0.110", "uvicorn>=0.30"]
+PARQUET = ["pyarrow>=20"]
 LM_EVAL = ["lm_eval>=0.4.13"]
+XGRAMMAR = ["xgrammar>=0.2.9"]
 TEST = [
     *DEMO,
     *XFORMERS,
     *SERVE,
     "httpx",
+    *PARQUET,
+    *XGRAMMAR,
     "hypothesis",
     "jsonschema>=4.18",
     "mypy",
@@ -99,11 +103,13 @@ setup(
         "demo": DEMO,
         "ray": RAY,
         "xformers": XFORMERS,
+        "xgrammar": XGRAMMAR,
         "bench": BENCH,
         "serve": SERVE,
+        "parquet": PARQUET,
         "lm-eval": LM_EVAL,
         "test": TEST,
-        "all": [*DEMO, *RAY, *XFORMERS, *SERVE, *BENCH, *TEST],
+        "all": [*DEMO, *RAY, *XFORMERS, *SERVE, *BENCH, *PARQUET, *TEST],
     },
     classifiers=[
         "Programming Language :: Python :: 3",

@@ -6,6 +6,7 @@ from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine, EngineStats
 from lamella.engine.llm import LLM
 from lamella.engine.lora_request import LoRARequest
+from lamella.engine.offline_stream import OutputStream
 from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from lamella.engine.prompts import Prompt as PromptType
 from lamella.engine.prompts import TextPrompt, TokensPrompt
@@ -18,11 +19,13 @@ from lamella.errors import (
     EngineClosedError,
     EngineCrashedError,
     ForkedProcessError,
+    InterruptedRequestError,
     InvariantError,
     LamellaError,
     ModelLoadError,
     PrefixFileError,
     RequestError,
+    RequestFailedError,
     UnsupportedArgumentError,
 )
 from lamella.kv_cache.pinned_prefixes import PinnedPrefix
@@ -53,17 +56,20 @@ __all__ = [
     "EngineCrashedError",
     "EngineStats",
     "ForkedProcessError",
+    "InterruptedRequestError",
     "InvariantError",
     "LLMEngine",
     "LamellaError",
     "LoRARequest",
     "Logprob",
     "ModelLoadError",
+    "OutputStream",
     "PinnedPrefix",
     "PrefixFile",
     "PrefixFileError",
     "PromptType",
     "RequestError",
+    "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",

@@ -28,7 +28,7 @@ def chat_prompts(
 ) -> list[TokensPrompt]:
     """One prompt for each conversation; the arguments are `LLM.chat`'s. Raises RequestError."""
     truth_value("add_generation_prompt", add_generation_prompt, RequestError)
-    conversations = _split_conversations(messages)
+    conversations = split_conversations(messages)
     arguments: dict[str, Any] = {
         "tools": tools,
         "chat_template": chat_template,
@@ -62,15 +62,16 @@ def chat_prompts(
     return prompts
 
 
-def _split_conversations(messages: Any) -> list[Sequence[Message]]:
+def split_conversations(messages: Any, *, refuses_bad: bool = True) -> list[Sequence[Message]]:
+    """One conversation or many -> a list of them. refuses_bad: RequestError for one that is no list of messages."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RequestError(
-            'messages must be a non-empty list of {"role": ..., "content": ...}, or a list of such lists'
+            'messages must be a non-empty list of {"role": ..., "content": ...}, or a list or an iterator of such lists'
         )
     # A conversation is a list; a message is a mapping or an object with fields, which the renderer checks.
     if not any(isinstance(one, (list, tuple)) for one in messages):
         return [messages]
     for index, conversation in enumerate(messages):
-        if not isinstance(conversation, (list, tuple)) or not conversation:
+        if refuses_bad and (not isinstance(conversation, (list, tuple)) or not conversation):
             raise RequestError(f"messages[{index}] must be a non-empty list of messages")
     return list(messages)

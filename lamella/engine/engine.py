@@ -18,7 +18,7 @@ from lamella.argument_checks import shown
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine_inspection import EngineInspection
 from lamella.engine.held_interrupts import HeldInterrupts
-from lamella.engine.loaded_adapters import LoadedAdapter
+from lamella.engine.loaded_adapters import LoadedAdapter, LoadedAdapters
 from lamella.engine.logits_processors import logits_functions
 from lamella.engine.lora_request import LoRARequest
 from lamella.engine.model_opening import ServedConfig
@@ -28,7 +28,15 @@ from lamella.engine.outputs import RequestOutput
 from lamella.engine.prompts import ParsedPrompt, parse_prompt
 from lamella.engine.request_rules import RuleMaker, make_prompt_scores
 from lamella.engine.sampling_params import SamplingParams
-from lamella.engine.saved_prefixes import PrefixFile, enter_prefix, load_prefix, prefix_ties, save_prefix
+from lamella.engine.saved_prefixes import (
+    PrefixFile,
+    PrefixForm,
+    enter_prefix,
+    load_prefix,
+    prefix_form,
+    prefix_ties,
+    save_prefix,
+)
 from lamella.engine.scheduling.request import NO_ADAPTER, Request
 from lamella.engine.scheduling.request_rows import RunningTokens, require_fitting
 from lamella.engine.scheduling.scheduler_counters import DraftCounters
@@ -48,7 +56,8 @@ from lamella.kv_cache import invariants
 from lamella.kv_cache.counters import GroupUsage, KVCacheCounters
 from lamella.kv_cache.pinned_prefixes import PinnedPrefix
 from lamella.kv_cache.report import kv_cache_report
-from lamella.model_executor.prefix_file import PrefixTies
+from lamella.model_executor.adapters.adapter_reader import ReadAdapter
+from lamella.model_executor.prefix_file import PrefixTies, SavedPrefix
 from lamella.model_executor.runner import LaunchedStep
 from lamella.model_executor.text.tokenizer import Tokenizer
 from lamella.native.fork_guard import FORK_GUARD
@@ -404,10 +413,20 @@ class Engine:
         """The lora_int_ids of the adapters that are loaded."""
         return self._require_open().adapters.ids()
 
-    @in_turn
     def load_adapter(self, lora_request: LoRARequest) -> LoadedAdapter:
-        """The adapter for a `ParsedPrompt`, loaded if it is not. Raises as `add_lora`."""
-        return self._require_settled().adapters.load(lora_request, self._adapters_in_use)
+        """The adapter for a `ParsedPrompt`, loaded if it is not. Raises as `add_lora`. It is read from its files while
+        steps of other threads run."""
+        adapters, known = self._find_adapter(lora_request)
+        return known if known is not None else self._enter_adapter(lora_request, adapters.read(lora_request))
+
+    @in_turn
+    def _find_adapter(self, lora_request: LoRARequest) -> tuple[LoadedAdapters, LoadedAdapter | None]:
+        adapters = self._require_settled().adapters
+        return adapters, adapters.find(lora_request, self._adapters_in_use)
+
+    @in_turn
+    def _enter_adapter(self, lora_request: LoRARequest, read: ReadAdapter) -> LoadedAdapter:
+        return self._require_settled().adapters.enter(lora_request, read, self._adapters_in_use)
 
     def _adapters_in_use(self) -> Counter[int]:
         """The numbers of the adapters of unfinished requests, and of how many each is."""
@@ -418,6 +437,12 @@ class Engine:
     @property
     def is_closed(self) -> bool:
         return self._loaded is None
+
+    @property
+    def is_called_here(self) -> bool:
+        """Whether this thread is inside of a call of the engine, as a finalizer that Python runs then may be: that must
+        not call it again."""
+        return self._turns.is_mine
 
     @property
     def model_config(self) -> ServedConfig:
@@ -488,22 +513,32 @@ class Engine:
 
     # Prefixes by name
 
-    @in_turn
-    def pin_prefix(self, prompt: Any, *, cache_salt: str | None = None, name: str | None = None) -> PinnedPrefix:
+    def pin_prefix(
+        self,
+        prompt: Any,
+        *,
+        cache_salt: str | None = None,
+        name: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> PinnedPrefix:
         """Keep a prompt's KV in the cache until `unpin_prefix`, for all prompts that begin with it: from now on if it
         is cached; otherwise as soon as a request has computed it, which any that begins with it does.
 
-        prompt: as for `add_request`. name: to unpin it by; None: one is made up. Raises RequestError for prompts that
+        prompt, lora_request: as for `add_request`; an adapter's prefix serves that adapter, and is kept whether or not
+        the adapter stays loaded. name: to unpin it by; None: one is made up. Raises RequestError for prompts that
         cannot be run and a name in use, CapacityError, with nothing changed, where pins would keep more than
         max_pinned_bytes or leave too little for one request of max_model_len."""
+        return self._pin_prefix(self.parse_prefix(prompt, cache_salt, lora_request), name)
+
+    @in_turn
+    def _pin_prefix(self, prefix: ParsedPrompt, name: str | None) -> PinnedPrefix:
         loaded = self._require_settled()
-        prefix = self.parse_prefix(prompt, cache_salt)
         known = {one.name for one in loaded.manager.pinned()}
         if name is None:
             name = next(one for one in map("prefix-{}".format, itertools.count()) if one not in known)
         if not isinstance(name, str) or not name:
             raise RequestError(f"name={shown(name)}: must be a string that is not empty, or None")
-        return self._change_cache(lambda: loaded.manager.pin(name, prefix.token_ids, prefix.cache_salt))
+        return self._change_cache(lambda: loaded.manager.pin(name, prefix.token_ids, prefix.salt))
 
     @in_turn
     def unpin_prefix(self, prefix: PinnedPrefix | str) -> None:
@@ -520,33 +555,55 @@ class Engine:
         """All pinned prefixes, in the order in which they were pinned, and whether each is cached yet."""
         return self._require_settled().manager.pinned()
 
-    @in_turn
-    def save_prefix(self, path: str | Path, prompt: Any, *, cache_salt: str | None = None) -> PrefixFile:
+    def save_prefix(
+        self,
+        path: str | Path,
+        prompt: Any,
+        *,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> PrefixFile:
         """Write a prompt's KV to a file, for `load_prefix` of another engine (docs/prefixes.md). An existing file is
         replaced at once and whole.
 
         Raises RequestError where the cache has not all of it (run a request with this prompt first), PrefixFileError
         where the file cannot be written."""
-        loaded = self._require_settled()
-        prefix, ties = self.parse_prefix(prompt, cache_salt), self._prefix_ties(loaded)
-        return self._change_cache(lambda: save_prefix(loaded, ties, path, prefix.token_ids, prefix.cache_salt))
+        return self._save_prefix(path, self.parse_prefix(prompt, cache_salt, lora_request))
 
     @in_turn
-    def load_prefix(self, path: str | Path) -> PrefixFile:
-        """Put what `save_prefix` wrote into the cache: prompts that begin with it find it, as if it had been computed
-        here. It ages as a prompt's `prefix_boundary` does; `pin_prefix` keeps it for good.
-
-        Raises PrefixFileError, with nothing changed, for a file that is damaged, cut, of another format, or from an
-        engine of another model, weight form, arithmetic, KV dtype or layers; RequestError where its window does not
-        fill pages of this size; CapacityError where no memory is free."""
+    def _save_prefix(self, path: str | Path, prefix: ParsedPrompt) -> PrefixFile:
         loaded = self._require_settled()
-        prefix, told = load_prefix(loaded, self._prefix_ties(loaded), path)
-        self._change_cache(lambda: enter_prefix(loaded, prefix))
+        ties = self._prefix_ties(loaded)
+        return self._change_cache(lambda: save_prefix(loaded, ties, path, prefix))
+
+    def load_prefix(self, path: str | Path, *, lora_request: LoRARequest | None = None) -> PrefixFile:
+        """Put what `save_prefix` wrote into the cache: prompts that begin with it find it, as if it had been computed
+        here. It ages as a prompt's `prefix_boundary` does; `pin_prefix` keeps it for good. The file is read and checked
+        while steps of other threads run. lora_request: the adapter that it was saved with.
+
+        Raises PrefixFileError, with nothing changed, for a file that is damaged, cut, of another format, or of
+        another model, adapter, weight form, arithmetic, KV dtype or layers; RequestError where its window does not fill
+        pages of this size; CapacityError where no memory is free."""
+        digest = "" if lora_request is None else self.load_adapter(lora_request).digest
+        prefix, told = load_prefix(self._prefix_form(digest), path)
+        self._enter_prefix(prefix, digest)
         return told
 
-    def parse_prefix(self, prompt: Any, cache_salt: str | None = None) -> ParsedPrompt:
+    @in_turn
+    def _prefix_form(self, adapter_digest: str) -> PrefixForm:
+        loaded = self._require_settled()
+        return prefix_form(loaded, dataclasses.replace(self._prefix_ties(loaded), adapter=adapter_digest))
+
+    @in_turn
+    def _enter_prefix(self, prefix: SavedPrefix, adapter_digest: str) -> None:
+        loaded = self._require_settled()
+        self._change_cache(lambda: enter_prefix(loaded, prefix, adapter_digest))
+
+    def parse_prefix(
+        self, prompt: Any, cache_salt: str | None = None, lora_request: LoRARequest | None = None
+    ) -> ParsedPrompt:
         """`parse` for a prefix that is to be pinned or saved, under the salt that requests with it have."""
-        parsed = self.parse(prompt, SamplingParams())
+        parsed = self.parse(prompt, SamplingParams(), lora_request)
         salt = parsed.cache_salt
         if cache_salt is not None:
             if not isinstance(cache_salt, str) or not cache_salt or "\0" in cache_salt:
