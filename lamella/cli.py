@@ -15,6 +15,7 @@ import click
 
 from lamella import LLM, LoRARequest, SamplingParams, __version__
 from lamella.argument_checks import nearest_name
+from lamella.batch_files.run import BatchFiles, run_batch
 from lamella.benchmark.backends import BACKENDS
 from lamella.benchmark.dataset_options import DatasetOptions
 from lamella.benchmark.latency import LatencyArgs, run_latency
@@ -24,6 +25,7 @@ from lamella.cli_models import model_rows, models_table
 from lamella.cli_options import FieldOptions, GroupedCommand, GroupedOption, Number, Refusal, with_flags
 from lamella.cli_prompts import placed_prompts, with_place
 from lamella.engine.config import EngineConfig
+from lamella.engine.offline_requests import check_lookahead
 from lamella.errors import LamellaError
 from lamella.model_executor.weights.cache_folder import default_cache_dir
 from lamella.model_executor.weights.cache_listing import CACHE_KINDS, cache_report, clear_cache, list_cache
@@ -139,6 +141,13 @@ PLAN_FLAGS = {
     "swa_full_tokens_ratio": "--ratio",
     "plot": "--plot",
 }
+BATCH_FLAGS = {
+    **sampling_options.flags,
+    **engine_options.flags,
+    "input": "--input",
+    "output": "--output",
+    "lookahead_prompts": "--lookahead-prompts",
+}
 THROUGHPUT_FLAGS = {
     "num_prompts": "--num-prompts",
     "num_warmups": "--num-warmups",
@@ -166,6 +175,12 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 SIZE = Number(int, words=(), optional=False, as_bytes=True)
 WHOLE = Number(int, words=(), optional=False, as_bytes=False)
 REAL = Number(float, words=(), optional=False, as_bytes=False)
+
+
+class Interruption(click.ClickException):
+    """Ctrl-C ended the command; the exit code is a shell's for it."""
+
+    exit_code = 130
 
 
 class OneLineErrors(click.Group):
@@ -284,6 +299,85 @@ def _adapter(lora: str) -> LoRARequest:
     if not (name and is_given and folder):
         raise click.UsageError(f"--lora {lora!r}: give NAME=FOLDER")
     return LoRARequest(name, 1, folder)
+
+
+@cli.command(name="run-batch", cls=GroupedCommand, flags=BATCH_FLAGS)
+@click.option(
+    "-i",
+    "--input",
+    "input_path",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Rows to answer, as JSON lines (.jsonl, .jsonl.gz) or Parquet: the OpenAI batch format, or rows with a prompt "
+    "or messages.",
+    cls=GroupedOption,
+    group=INPUT_GROUP,
+)
+@click.option(
+    "-o",
+    "--output",
+    "output_path",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Where answers are appended as they come; rows that it answers already are not run again.",
+    cls=GroupedOption,
+    group=INPUT_GROUP,
+)
+@click.option(
+    "--overwrite", is_flag=True, help="Begin anew where there is output already.", cls=GroupedOption, group=INPUT_GROUP
+)
+@click.option(
+    "--lookahead-prompts",
+    type=WHOLE,
+    default=4096,
+    show_default=True,
+    help="Most rows that are read before they are answered.",
+    cls=GroupedOption,
+    group=INPUT_GROUP,
+)
+@click.option(
+    "--lora",
+    metavar="NAME=FOLDER",
+    help="A LoRA adapter, as PEFT saves one, for all rows; enables adapters.",
+    cls=GroupedOption,
+    group="Adapters",
+)
+@sampling_options
+@engine_options
+@click.pass_context
+def run_batch_command(
+    ctx: click.Context,
+    input_path: Path,
+    output_path: Path,
+    overwrite: bool,
+    lookahead_prompts: int,
+    lora: str | None,
+    **_: Any,
+) -> None:
+    """Answer the rows of a file in another. Sampling flags hold for rows that do not say otherwise. The same command
+    goes on where an earlier one was interrupted or killed."""
+    files = BatchFiles(input_path, output_path, overwrite)
+    check_lookahead(lookahead_prompts)
+    defaults = sampling_options.given(ctx)
+    try:
+        SamplingParams(**defaults)
+    except LamellaError as error:  # caught here, since its --seed is not the engine's
+        raise Refusal(with_flags(str(error), sampling_options.flags)) from error
+    engine_arguments, adapter = engine_options.given(ctx), None if lora is None else _adapter(lora)
+    if adapter is not None:
+        engine_arguments["enable_lora"] = True
+    try:
+        run_batch(
+            files,
+            lambda: LLM(**engine_arguments),
+            defaults=defaults,
+            model_name=engine_arguments["model"],
+            lora_request=adapter,
+            lookahead_prompts=lookahead_prompts,
+            tell=lambda summary: click.echo(summary.report(), err=True),
+        )
+    except KeyboardInterrupt:
+        raise Interruption("interrupted; the same command goes on where this one ended") from None
 
 
 @cli.command(cls=GroupedCommand, flags=PLAN_FLAGS)

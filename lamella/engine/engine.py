@@ -41,6 +41,7 @@ from lamella.engine.saved_prefixes import (
 from lamella.engine.scheduling.request import NO_ADAPTER, Request
 from lamella.engine.scheduling.request_rows import RunningTokens, require_fitting
 from lamella.engine.scheduling.scheduler_counters import DraftCounters
+from lamella.engine.step_failures import CALM, forget_frames, is_out_of_memory
 from lamella.engine.structured.compiler import GrammarCompiler
 from lamella.engine.structured.config import StructuredOutputsConfig
 from lamella.engine.structured.params import StructuredOutputsParams
@@ -52,7 +53,14 @@ from lamella.engine.vllm_request_arguments import (
     FROM_ENGINE_ARGS_ARGUMENTS,
     RESET_PREFIX_CACHE_ARGUMENTS,
 )
-from lamella.errors import CapacityError, ConfigError, EngineClosedError, PrefixFileError, RequestError
+from lamella.errors import (
+    CapacityError,
+    ConfigError,
+    EngineClosedError,
+    InvariantError,
+    PrefixFileError,
+    RequestError,
+)
 from lamella.kv_cache import invariants
 from lamella.kv_cache.counters import GroupUsage, KVCacheCounters
 from lamella.kv_cache.pinned_prefixes import PinnedPrefix
@@ -74,7 +82,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Totals since the engine started. peak_pages: per group, the most pages that running requests
-    held at once; peak_page_bytes: the same in bytes. drafts: what speculation proposed and requests got."""
+    held at once; peak_page_bytes: the same in bytes. drafts: what speculation proposed and requests got.
+    num_failed_steps: those that were undone and did not end the call of `step`."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -85,6 +94,7 @@ class EngineStats:
     peak_page_bytes: dict[str, int]
     kv_cache: KVCacheCounters
     drafts: DraftCounters
+    num_failed_steps: int = 0
 
     @property
     def pages(self) -> dict[str, GroupUsage]:
@@ -140,6 +150,8 @@ class Engine:
         # Steps in flight, oldest first. Between calls of `step` there is one at most.
         self._launched: deque[LaunchedStep] = deque()
         self._books = _Books.SETTLED
+        self._failures = CALM
+        self._num_failed_steps = 0
         self._interrupts = HeldInterrupts()
         wants_async = self.config.async_scheduling
         by_default = self._loaded.runner.device.type == "cuda" and self.config.speculation is None
@@ -311,10 +323,16 @@ class Engine:
         """Run one step of the batch; returns the outputs of requests that got a token (or, for
         FINAL_ONLY, that finished). With async scheduling the next step is launched before this one's outputs are made.
 
-        A request whose logits are no numbers ends alone, with finish_reason "error". Whatever else is raised leaves the
-        requests as they were before the step, or as they are after it, and is raised here: call `step` again to go on,
-        which also returns the outputs that this call could not. Ctrl-C is held back until the step is done; a second
-        one interrupts it. docs/failures.md has the rules."""
+        A request whose logits are no numbers ends alone, with finish_reason "error". A step that fails is undone, and
+        this returns without its outputs: the next call does it again. Where memory ran out, that step is smaller. A
+        request that fails twice alone, after steps with it failed twice, ends with an output whose `error` is a
+        StepFailedError; other requests get what they would have got.
+
+        Raised are: EngineClosedError; an exception that is no Exception, like KeyboardInterrupt; InvariantError where
+        check_invariants is on; what is raised while a failed step is being undone. Even then the requests are as they
+        were before the step, or as they are after it: call `step` again to go on, which also returns the outputs that
+        this call could not. Ctrl-C is held back until the step is done; a second one interrupts it. docs/failures.md
+        has the rules."""
         self._interrupts.run(self._step)
         return self._outputs.take()
 
@@ -325,20 +343,73 @@ class Engine:
             return  # an earlier step was done, and interrupted before its outputs were returned
         self._view.step_begins()
         try:
-            if not self._launched and not self._launch(loaded):
-                self._books = _Books.SETTLED
-                return
-            if self.is_async:
-                self._launch(loaded)
-            self._process(loaded)
-            self._drop_moot_steps(loaded)
+            if self._launched or self._launch(loaded):
+                if self.is_async and not self._failures.is_watching:
+                    self._launch(loaded)
+                self._process(loaded)
+                self._drop_moot_steps(loaded)
+            if self._failures is not CALM:
+                self._note_success(loaded)
             if self.config.check_invariants:
                 invariants.check(loaded.manager, loaded.scheduler.num_computed())
             self._books = _Books.SETTLED
             self._view.step_ends(loaded)
+        except Exception as error:
+            if not self._contain(loaded, error):
+                raise
         except BaseException:
             self._recover(loaded)
             raise
+
+    def _contain(self, loaded: LoadedEngine, error: Exception) -> bool:
+        """Undo the step that failed, and decide what follows from it (`StepFailures`). False: the caller has to know
+        the error."""
+        scheduler, outputs = loaded.scheduler, self._outputs
+        is_to_be_raised = isinstance(error, InvariantError) and self.config.check_invariants
+        suspects = outputs.in_a_step()
+        if scheduler.considered is not None and scheduler.considered.request_id not in suspects:
+            suspects.append(scheduler.considered.request_id)
+        if self._failures.suspects_all and not self._failures.groups:
+            suspects = []
+        counts = {one: outputs.num_kept_of(one) for one in suspects or outputs.ids()}
+        known = {one: count for one, count in counts.items() if count is not None}
+        if is_to_be_raised or not known:
+            self._recover(loaded)
+            return False
+        self._failures = self._failures.after_failure(
+            error,
+            known,
+            num_step_tokens=scheduler.num_step_tokens,
+            max_num_tokens=scheduler.max_num_batched_tokens,
+        )
+        self._num_failed_steps += 1
+        logger.warning("a step failed and is undone", exc_info=error)
+        forget_frames(error)
+        self._recover(loaded)
+        if is_out_of_memory(error):
+            loaded.runner.trim_memory()
+        return True
+
+    def _note_success(self, loaded: LoadedEngine) -> None:
+        self._books = _Books.HALF_DONE
+        self._failures = self._failures.after_step(
+            self._outputs.num_kept_of, max_num_tokens=loaded.scheduler.max_num_batched_tokens
+        )
+        self._draw_conclusions(loaded)
+
+    def _draw_conclusions(self, loaded: LoadedEngine) -> None:
+        """Have the scheduler do what follows from failed steps. If it is interrupted, it must be called again."""
+        failures, scheduler = self._failures, loaded.scheduler
+        guilty = {one: error for one, error in failures.guilty.items() if one in self._outputs}
+        if guilty:
+            for request in self._outputs.fail(guilty):
+                logger.error("%s", request.stop_reason)
+                scheduler.finish(request, "error", request.stop_reason)
+            self._view.ended(self._outputs.ended)
+        if failures.guilty:
+            self._failures = failures.without_guilty()
+        scheduler.limit(failures.most_tokens)
+        scheduler.run_only(failures.only)
 
     def _launch(self, loaded: LoadedEngine) -> bool:
         """Plan and launch a step; False if there is none to launch now."""
@@ -391,6 +462,8 @@ class Engine:
         if is_half_done:
             self._drain()
             loaded.scheduler.restart(self._outputs.unfinished(), self._outputs.num_kept_tokens)
+        self._books = _Books.HALF_DONE
+        self._draw_conclusions(loaded)
         self._books = _Books.SETTLED
         self._view.recovered()
 
@@ -458,6 +531,12 @@ class Engine:
         return self._loaded is None
 
     @property
+    def is_called_here(self) -> bool:
+        """Whether this thread is inside of a call of the engine, as a finalizer that Python runs then may be: that must
+        not call it again."""
+        return self._turns.is_mine
+
+    @property
     def model_config(self) -> ServedConfig:
         return self._require_open().model_config
 
@@ -500,6 +579,7 @@ class Engine:
             peak_page_bytes={name: count * page_bytes[name] for name, count in peaks.items()},
             kv_cache=loaded.manager.counters(hits),
             drafts=loaded.scheduler.draft_counters(),
+            num_failed_steps=self._num_failed_steps,
         )
 
     @in_turn

@@ -173,6 +173,11 @@ class ModelRunner:
         )
         self.graphs = DecodeGraphs(self._forward, buffers, self._upload, maker, sizes)
 
+    def trim_memory(self) -> None:
+        """Give the memory back that torch holds in reserve on a device, in pieces that may be too small for a step."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
 
