@@ -41,6 +41,10 @@ class EngineClosedError(LamellaError, RuntimeError):
     """The engine was used after `close()`."""
 
 
+class WorkerLostError(LamellaError, RuntimeError):
+    """A process that an engine computes with has ended, or does not answer. The engine has ended, too."""
+
+
 class ForkedProcessError(LamellaError, RuntimeError):
     """lamella was used in a child that was forked after something was loaded; "spawn" works."""
 

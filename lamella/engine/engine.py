@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from lamella.argument_checks import shown
+from lamella.distributed.start_workers import start_workers
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine_inspection import EngineInspection
 from lamella.engine.held_interrupts import HeldInterrupts
@@ -43,7 +44,7 @@ from lamella.engine.vllm_request_arguments import (
     FROM_ENGINE_ARGS_ARGUMENTS,
     RESET_PREFIX_CACHE_ARGUMENTS,
 )
-from lamella.errors import CapacityError, ConfigError, EngineClosedError, PrefixFileError, RequestError
+from lamella.errors import CapacityError, ConfigError, EngineClosedError, PrefixFileError, RequestError, WorkerLostError
 from lamella.kv_cache import invariants
 from lamella.kv_cache.counters import GroupUsage, KVCacheCounters
 from lamella.kv_cache.pinned_prefixes import PinnedPrefix
@@ -315,6 +316,9 @@ class Engine:
             if self.config.check_invariants:
                 invariants.check(loaded.manager, loaded.scheduler.num_computed())
             self._books = _Books.SETTLED
+        except WorkerLostError:
+            self._close()
+            raise
         except BaseException:
             self._recover(loaded)
             raise
@@ -561,6 +565,11 @@ class Engine:
         return dataclasses.replace(parsed, cache_salt=salt)
 
     def _prefix_ties(self, loaded: LoadedEngine) -> PrefixTies:
+        if loaded.workers is not None:
+            raise RequestError(
+                f"tensor_parallel_size={loaded.workers.num_workers}: each worker has the KV of its heads, and files "
+                "of prefixes hold that of all; use 1"
+            )
         if self._ties is None:
             self._ties = prefix_ties(self.config, loaded)
         return self._ties
@@ -612,7 +621,7 @@ class Engine:
 
     def _load(self, shows_progress: bool) -> LoadedEngine:
         try:
-            return load_engine(self.config, shows_progress=shows_progress)
+            return load_engine(self.config, shows_progress=shows_progress, start_workers=start_workers)
         except MemoryError as error:
             raise CapacityError(
                 f"memory ended while tables were made for max_num_seqs={self.config.max_num_seqs}, "

@@ -175,14 +175,18 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Give the step to the device. Tokens that `plan.token_sources` names are samples of the step launched
         before."""
+        launched = self._sample(self.compute(plan), plan)
+        self._last_token_ids = launched.token_ids
+        return launched
+
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan) -> torch.Tensor:
+        """The step without its sampling: hidden states [S, width] of the tokens that leave the last layer."""
         self._copy_pages(plan)
         # Graphs were captured with the rotary embedding of short texts, and without adapters.
         graphs = None if plan.is_long_text is not None or plan.adapter_ids is not None else self.graphs
         size = None if graphs is None else graphs.size_for(plan)
-        hidden = self._run_eager(plan) if size is None else self._run_graph(plan, size)
-        launched = self._sample(hidden, plan)
-        self._last_token_ids = launched.token_ids
-        return launched
+        return self._run_eager(plan) if size is None else self._run_graph(plan, size)
 
     def _sample(self, hidden: torch.Tensor, plan: StepPlan) -> LaunchedStep:
         if plan.scored is not None:

@@ -173,13 +173,18 @@ def _layer(layer: LayerConfig, worker: Worker) -> LayerConfig:
     attention, mlp, beside = layer.attention, layer.mlp, layer.experts_beside
     return replace(
         layer,
-        attention=replace(
-            attention,
-            num_heads=len(worker.piece(attention.num_heads)),
-            num_kv_heads=len(worker.kv_heads(attention.num_kv_heads)),
-        ),
+        attention=shard_attention(attention, worker),
         mlp=_mlp(mlp, worker) if isinstance(mlp, MLPConfig) else _experts(mlp, worker),
         experts_beside=None if beside is None else _experts(beside, worker),
+    )
+
+
+def shard_attention(attention: AttentionConfig, worker: Worker) -> AttentionConfig:
+    """What the worker has of it; sizes are not checked."""
+    return replace(
+        attention,
+        num_heads=len(worker.piece(attention.num_heads)),
+        num_kv_heads=len(worker.kv_heads(attention.num_kv_heads)),
     )
 
 
