@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
+from lamella.distributed.worker_group import LOOPBACK
 from lamella.errors import ConfigError
 
 
@@ -28,5 +31,22 @@ def connect() -> Any:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=False)
         return ray
-    ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+    with _loopback_alone():
+        ray.init(address="local", include_dashboard=False, _node_ip_address=LOOPBACK, log_to_driver=False)
     return ray
+
+
+@contextlib.contextmanager
+def _loopback_alone() -> Iterator[None]:
+    """Ray takes a loopback address for a slip, puts the machine's own in its place and listens on all interfaces,
+    unless it is told that there will be no other machines. Where its release has no such switch, this does nothing."""
+    constants = importlib.import_module("ray._private.ray_constants")
+    was_cluster = getattr(constants, "ENABLE_RAY_CLUSTER", None)
+    if was_cluster is None:
+        yield
+        return
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = was_cluster

@@ -143,6 +143,11 @@ def _check_workers(config: EngineConfig, opened: _Opened) -> None:
         raise ConfigError(
             f"{given} with enable_lora=True: adapters are not cut for workers; merge it into the model, or use 1"
         )
+    if config.quantization not in (None, "none"):
+        raise ConfigError(
+            f"{given} with quantization={config.quantization!r}: weights are cut as floats, and this form's scales and "
+            "blocks span what is cut; leave one of them out"
+        )
     if config.speculation is not None:
         raise ConfigError(
             f"{given} with a speculative_config: what a step costs is measured on one worker; leave one of them out"

@@ -26,13 +26,8 @@ def choose_operators(
     """The operators that go with the attention backend `backend_name`, for the weights of `source`. workers: who
     computes each layer together.
 
-    Raises ConfigError for a quantization that they do not have, or not with several workers.
+    Raises ConfigError for a quantization that they do not have, and for stored blocks that are not cut.
     """
-    if workers.num_workers > 1 and quantization not in (None, "none"):
-        raise ConfigError(
-            f"quantization={quantization!r} with tensor_parallel_size={workers.num_workers}: weights are cut as "
-            "floats, and this form's scales and blocks span what is cut; leave one of them out"
-        )
     if backend_name != "native":
         if quantization not in (None, "none"):
             raise ConfigError(
