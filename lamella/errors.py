@@ -45,6 +45,10 @@ class WorkerLostError(LamellaError, RuntimeError):
     """A process that an engine computes with has ended, or does not answer. The engine has ended, too."""
 
 
+class ReplicaLostError(LamellaError, RuntimeError):
+    """One of several engines that share requests ended more often than it is started again."""
+
+
 class ForkedProcessError(LamellaError, RuntimeError):
     """lamella was used in a child that was forked after something was loaded; "spawn" works."""
 

@@ -165,6 +165,7 @@ def test_import_leaves_the_process_as_it_was():
         (errors.RequestError, ValueError),
         (errors.EngineClosedError, RuntimeError),
         (errors.WorkerLostError, RuntimeError),
+        (errors.ReplicaLostError, RuntimeError),
         (errors.ForkedProcessError, RuntimeError),
         (errors.InvariantError, AssertionError),
     ],

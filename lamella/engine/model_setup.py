@@ -122,6 +122,25 @@ def load_shard(
     return _load_shard(config, opened, device, group, agree)
 
 
+class Frontend(NamedTuple):
+    """What checks and renders requests of a model whose engines are elsewhere."""
+
+    tokenizer: Tokenizer
+    model_config: ServedConfig
+    default_params: SamplingParams
+
+
+def load_frontend(config: EngineConfig) -> Frontend:
+    """No weights are read. Raises ConfigError and ModelLoadError as `load_engine` does."""
+    opened, cache_dir = _open(config, shows_progress=False), _cache_dir(config)
+    tokenizer_source = opened.source
+    if config.tokenizer is not None:
+        tokenizer_source = resolve_model(config.tokenizer, cache_dir=cache_dir)
+    tokenizer = load_tokenizer(tokenizer_source, cache_dir)
+    params = SamplingParams(**load_sampling_defaults(opened.source))
+    return Frontend(tokenizer, _with_tokenizer_end(opened.model.config, tokenizer), params)
+
+
 class _Opened(NamedTuple):
     source: ModelSource
     model: OpenedModel
