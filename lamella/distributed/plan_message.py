@@ -10,6 +10,7 @@ How tokens are sampled is left out: one worker does that, and the others compute
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -77,35 +78,39 @@ def decode_plan(message: bytes) -> StepPlan:
             yield numbers[place : place + size].reshape(shape)
             place += size
 
-    arrays = list(taken())
+    arrays: list[Any] = list(taken())
     if place != len(numbers):
         raise InvariantError(f"a plan's message of {len(numbers)} numbers says that it has {place}")
     fixed, rest = arrays[:_NUM_FIXED], arrays[_NUM_FIXED:]
     token_ids, positions, query_start, seq_lens, num_sampled, is_long_text, scored, rows, stamps = fixed
-    groups = tuple(
-        GroupPlan(*rest[start : start + 4], PageCopies(*rest[start + 4 : start + 6]))  # type: ignore[arg-type]
-        for start in range(0, num_groups * _PER_GROUP, _PER_GROUP)
-    )
+    groups = tuple(_group(rest[start : start + _PER_GROUP]) for start in range(0, num_groups * _PER_GROUP, _PER_GROUP))
     of_moves = rest[num_groups * _PER_GROUP :]
-    moves = tuple(
-        PageMoves(int(of_moves[start][0]), of_moves[start + 1], of_moves[start + 2])  # type: ignore[index, arg-type]
-        for start in range(0, len(of_moves), _PER_MOVE)
-    )
+    moves = tuple(_move(of_moves[start : start + _PER_MOVE]) for start in range(0, len(of_moves), _PER_MOVE))
     return StepPlan(
-        token_ids=token_ids,  # type: ignore[arg-type]
-        positions=positions,  # type: ignore[arg-type]
-        query_start=query_start,  # type: ignore[arg-type]
-        seq_lens=seq_lens,  # type: ignore[arg-type]
+        token_ids=token_ids,
+        positions=positions,
+        query_start=query_start,
+        seq_lens=seq_lens,
         num_decodes=num_decodes,
         moves=moves,
         groups=groups,
         first_step_slot=first_step_slot,
-        num_sampled=num_sampled,  # type: ignore[arg-type]
+        num_sampled=num_sampled,
         sampling=_nobodys_sampling(),
         is_long_text=None if is_long_text is None else is_long_text.astype(bool),
         scored=None if scored is None else ScoredTokens(scored, *[np.zeros(len(scored), dtype=np.int64)] * 4),
         tables=None if rows is None or stamps is None else TableVersions(rows, stamps),
     )
+
+
+def _group(arrays: list[Any]) -> GroupPlan:
+    block_tables, first_blocks, first_keys, slot_mapping, src_pages, dst_pages = arrays
+    return GroupPlan(block_tables, first_blocks, first_keys, slot_mapping, PageCopies(src_pages, dst_pages))
+
+
+def _move(arrays: list[Any]) -> PageMoves:
+    group, src_pages, dst_pages = arrays
+    return PageMoves(int(group[0]), src_pages, dst_pages)
 
 
 def _nobodys_sampling() -> SamplingBatch:

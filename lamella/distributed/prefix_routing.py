@@ -21,7 +21,10 @@ from lamella.errors import ConfigError
 
 _POINTS_PER_REPLICA = 64  # of the ring
 _MOST_PREFIXES = 1 << 16  # whose engine is remembered
-_MOST_SHARE_OF_ONE = 0.5  # a subtree of more than this part of a fair share is taken apart, if it can be
+# Of a fair share of the work: a subtree of more is taken apart, if it can be, and small ones with a common beginning
+# stay together up to so much.
+_MOST_WHOLE = 0.5
+_MOST_TOGETHER = 0.25
 
 
 class PrefixRouter:
@@ -119,15 +122,16 @@ def deal_subtrees(
     whole: list[_Subtree] = []
     while pending:
         subtree = pending.pop()
-        if subtree.stop - subtree.start == 1 or (subtree.depth > 0 and work_of(subtree) <= fair * _MOST_SHARE_OF_ONE):
+        if subtree.stop - subtree.start == 1 or (subtree.depth > 0 and work_of(subtree) <= fair * _MOST_WHOLE):
             whole.append(subtree)
             continue
         inner = common[subtree.start : subtree.stop - 1]
         depth = min(inner)
         cuts = [subtree.start + place + 1 for place, length in enumerate(inner) if length == depth]
         edges = [subtree.start, *cuts, subtree.stop]
-        # Where a group forks into many leaves, pieces of a fair size keep most of what they share.
-        for start, stop in _pieces(edges, sums, fair * _MOST_SHARE_OF_ONE):
+        # Children that have something in common go together, as far as they are a small share.
+        most_work = fair * _MOST_TOGETHER if depth > 0 else 0.0
+        for start, stop in _pieces(edges, sums, most_work):
             own = common[start : stop - 1]
             is_leafy = bool(own) and min(own) == depth
             part = _Subtree(start, stop, min(own) if own else depth + 1)

@@ -40,7 +40,7 @@ def connect() -> Any:
 def _loopback_alone() -> Iterator[None]:
     """Ray takes a loopback address for a slip, puts the machine's own in its place and listens on all interfaces,
     unless it is told that there will be no other machines. Where its release has no such switch, this does nothing."""
-    constants = importlib.import_module("ray._private.ray_constants")
+    constants: Any = importlib.import_module("ray._private.ray_constants")
     was_cluster = getattr(constants, "ENABLE_RAY_CLUSTER", None)
     if was_cluster is None:
         yield

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from lamella.distributed.ray_cluster import connect
 from lamella.distributed.replica import QueuedRequest, Replica, ReplicaState
@@ -30,6 +30,28 @@ class Answer(NamedTuple):
 
     replica: int
     outputs: list[RequestOutput] | None
+
+
+class Replicas(Protocol):
+    """What a `ReplicatedEngine` needs of its engines' processes: see ReplicaSet."""
+
+    max_model_len: int
+    num_restarts: int
+
+    @property
+    def is_closed(self) -> bool: ...
+
+    def is_ready(self, index: int) -> bool: ...
+
+    def is_lost(self, index: int) -> bool: ...
+
+    def run(self, index: int, added: list[QueuedRequest], aborted: list[str]) -> None: ...
+
+    def wait(self, seconds: float) -> list[Answer]: ...
+
+    def each(self, ask: Callable[[Any], Any], seconds: float) -> Sequence[Any]: ...
+
+    def close(self) -> None: ...
 
 
 class _Slot:

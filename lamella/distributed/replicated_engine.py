@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lamella.distributed.prefix_routing import PrefixRouter, deal_subtrees
 from lamella.distributed.replica import QueuedRequest
-from lamella.distributed.replica_set import ReplicaSet
+from lamella.distributed.replica_set import Replicas, ReplicaSet
 from lamella.engine.config import EngineConfig
 from lamella.engine.lora_request import LoRARequest
 from lamella.engine.model_setup import load_frontend
@@ -32,6 +32,9 @@ _EXPECTED_TOKENS = 256  # of an output that may be as long as it likes
 
 @dataclasses.dataclass(slots=True)
 class _Request:
+    """request_id: the caller's; the replicas know it by `queued.request_id`, which no other request ever has."""
+
+    request_id: str
     queued: QueuedRequest
     prompt: ParsedPrompt
     key: int
@@ -46,23 +49,21 @@ class ReplicatedEngine:
     Raises ConfigError for what several engines cannot do.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, start: Callable[[EngineConfig], Replicas] | None = None) -> None:
+        """start: starts the replicas; None: on Ray."""
         started = time.monotonic()
         _check(config)
         self.config = config
         front = load_frontend(config)
         self._tokenizer, self.model_config, self._default_params = front
         num_replicas = config.data_parallel_size
-        self._replicas: ReplicaSet | None = ReplicaSet(
-            num_replicas,
-            _arguments_of_one(config),
-            _options_of_one(config),
-            answer_seconds=float(config.distributed_timeout_seconds),
-        )
+        self._replicas: Replicas | None = (start or _on_ray)(config)
         self.max_model_len = self._replicas.max_model_len
         self._parser = RequestParser(config, front.tokenizer, front.model_config, self.max_model_len)
         self._router = PrefixRouter(num_replicas, key_tokens=_KEY_BLOCKS * config.page_size)
-        self._requests: dict[str, _Request] = {}  # that are not finished, in the order of their arrival
+        # Those that are not finished, in the order of their arrival, by the replicas' names for them; and these names.
+        self._requests: dict[str, _Request] = {}
+        self._names: dict[str, str] = {}
         self._new: list[str] = []  # that are nobody's yet
         self._queues: list[deque[str]] = [deque() for _ in range(num_replicas)]
         self._given: list[set[str]] = [set() for _ in range(num_replicas)]
@@ -91,7 +92,7 @@ class ReplicatedEngine:
         self._require_open()
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r}: must be a string")
-        if request_id in self._requests:
+        if request_id in self._names:
             raise RequestError(f"request_id={request_id!r} is in use: wait for it to finish or choose another")
         if params.output_kind is not RequestOutputKind.FINAL_ONLY:
             raise RequestError(
@@ -109,13 +110,16 @@ class ReplicatedEngine:
             given["prefix_boundary"] = list(prompt.prefix_boundaries)
         most_tokens = self.max_model_len - len(prompt.token_ids)
         expected = min(most_tokens, _EXPECTED_TOKENS if params.max_tokens is None else params.max_tokens) * params.n
-        self._requests[request_id] = _Request(
-            QueuedRequest(request_id, given, params),
+        name = str(self._num_arrived)
+        self._names[request_id] = name
+        self._requests[name] = _Request(
+            request_id,
+            QueuedRequest(name, given, params),
             prompt,
             self._router.key(prompt.token_ids, prompt.salt),
             float(expected),
         )
-        self._new.append(request_id)
+        self._new.append(name)
         self._num_arrived += 1
 
     def abort(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
@@ -129,17 +133,18 @@ class ReplicatedEngine:
     def _abort(self, given: Iterable[str]) -> None:
         self._require_open()
         for request_id in given:
-            request = self._requests.pop(request_id, None)
-            if request is None:
+            name = self._names.pop(request_id, None)
+            if name is None:
                 continue
+            request = self._requests.pop(name)
             replica = request.replica
             if replica is None:
-                self._new.remove(request_id)
-            elif request_id in self._given[replica]:
-                self._given[replica].remove(request_id)
-                self._aborted[replica].append(request_id)
+                self._new.remove(name)
+            elif name in self._given[replica]:
+                self._given[replica].remove(name)
+                self._aborted[replica].append(name)
             else:
-                self._queues[replica].remove(request_id)
+                self._queues[replica].remove(name)
             self._outputs.append(_aborted_output(request))
 
     def has_unfinished_requests(self) -> bool:
@@ -173,12 +178,14 @@ class ReplicatedEngine:
                 continue
             for output in outputs:
                 self._given[index].discard(output.request_id)
-                if self._requests.pop(output.request_id, None) is not None:
-                    self._outputs.append(output)
+                request = self._requests.pop(output.request_id, None)
+                if request is not None:  # else it was aborted meanwhile
+                    del self._names[request.request_id]
+                    self._outputs.append(dataclasses.replace(output, request_id=request.request_id))
 
     # Who runs what
 
-    def _deal(self, replicas: ReplicaSet) -> None:
+    def _deal(self, replicas: Replicas) -> None:
         """Requests that are nobody's go into the replicas' queues: many by the tree of their prompts, a few by what
         prompts like them did."""
         if not self._new:
@@ -202,7 +209,7 @@ class ReplicatedEngine:
             loads[index] += work
             self._enqueue(request, index)
 
-    def _load(self, replicas: ReplicaSet, index: int) -> float:
+    def _load(self, replicas: Replicas, index: int) -> float:
         if replicas.is_lost(index):
             return float("inf")
         waiting = [*self._queues[index], *self._given[index]]
@@ -212,7 +219,7 @@ class ReplicatedEngine:
         request.replica = index
         self._queues[index].append(request.queued.request_id)
 
-    def _give(self, replicas: ReplicaSet) -> None:
+    def _give(self, replicas: Replicas) -> None:
         """Every replica that waits gets the next of its queue; one with nothing left, half of the longest."""
         most = _MOST_AHEAD * self.config.max_num_seqs
         for index, queue in enumerate(self._queues):
@@ -311,6 +318,7 @@ class ReplicatedEngine:
         if replicas is not None:
             replicas.close()
         self._requests.clear()
+        self._names.clear()
         self._outputs.clear()
 
     def __enter__(self) -> ReplicatedEngine:
@@ -319,16 +327,25 @@ class ReplicatedEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _require_open(self) -> ReplicaSet:
+    def _require_open(self) -> Replicas:
         if self._replicas is None:
             raise EngineClosedError("the engine is closed: make a new one")
         return self._replicas
 
-    def _require_idle(self, name: str) -> ReplicaSet:
+    def _require_idle(self, name: str) -> Replicas:
         replicas = self._require_open()
         if self._requests or any(self._aborted):
             raise RequestError(f"{name} while requests run: engines answer between batches; wait for them")
         return replicas
+
+
+def _on_ray(config: EngineConfig) -> Replicas:
+    return ReplicaSet(
+        config.data_parallel_size,
+        _arguments_of_one(config),
+        _options_of_one(config),
+        answer_seconds=float(config.distributed_timeout_seconds),
+    )
 
 
 def _check(config: EngineConfig) -> None:
@@ -362,7 +379,7 @@ def _aborted_output(request: _Request) -> RequestOutput:
         for index in range(request.queued.params.n)
     ]
     return RequestOutput(
-        request_id=request.queued.request_id,
+        request_id=request.request_id,
         prompt=request.prompt.text,
         prompt_token_ids=request.prompt.token_ids.tolist(),
         outputs=completions,

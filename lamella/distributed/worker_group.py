@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from lamella.errors import WorkerLostError
 
 LOOPBACK = "127.0.0.1"
+JOIN_SECONDS = 600.0
 
 
 class WorkerGroup:
     """One worker's view of the group; a `WorkerSum`. It is nobody's default process group, so that several engines can
     be in a process."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, num_workers: int) -> None:
+    def __init__(self, group: Any, rank: int, num_workers: int, timeout: timedelta) -> None:
+        """timeout: how long a sum waits for the others."""
         self.rank = rank
         self.num_workers = num_workers
         self._group = group
+        self._options = AllgatherOptions()
+        self._options.timeout = timeout
 
     def sum(self, y: torch.Tensor) -> torch.Tensor:
         """See WorkerSum. Every worker gets every part, and adds them in the order of ranks, in float32: so the bits
@@ -29,7 +35,7 @@ class WorkerGroup:
         within the group's time."""
         parts = [torch.empty_like(y, memory_format=torch.contiguous_format) for _ in range(self.num_workers)]
         try:
-            self._group.allgather([parts], [y.contiguous()]).wait()
+            self._group.allgather([parts], [y.contiguous()], self._options).wait()
         except RuntimeError as error:
             raise WorkerLostError(f"a sum over {self.num_workers} workers was not completed: {error}") from error
         total = parts[0].float()
@@ -39,21 +45,31 @@ class WorkerGroup:
 
 
 def join_group(
-    folder: Path, rank: int, num_workers: int, *, device: torch.device, timeout_seconds: float
+    folder: Path,
+    rank: int,
+    num_workers: int,
+    *,
+    device: torch.device,
+    timeout_seconds: float,
+    join_seconds: float = JOIN_SECONDS,
 ) -> WorkerGroup:
     """Meet the other workers of this machine by a file in `folder`, which all of them can write to, and nobody else.
-    Connections are of the loopback interface. Raises WorkerLostError where not all come in time."""
-    timeout = timedelta(seconds=timeout_seconds)
+    Connections are of the loopback interface. timeout_seconds: how long a sum waits for the others; join_seconds: the
+    same for the meeting, before which they start. Raises WorkerLostError where not all come in time."""
+    group: Any  # a backend as it is, which torch's type stubs do not take for a ProcessGroup
+    timeout, joining = timedelta(seconds=timeout_seconds), timedelta(seconds=join_seconds)
     try:
         store = dist.FileStore(str(folder / "meeting"), num_workers)
-        store.set_timeout(timeout)
+        store.set_timeout(joining)
         if device.type == "cuda":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
-            return WorkerGroup(dist.ProcessGroupNCCL(store, rank, num_workers, nccl), rank, num_workers)
-        gloo = dist.ProcessGroupGloo._Options()
-        gloo._timeout = timeout
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        return WorkerGroup(dist.ProcessGroupGloo(store, rank, num_workers, gloo), rank, num_workers)
+            group = dist.ProcessGroupNCCL(store, rank, num_workers, nccl)
+        else:
+            gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            gloo._timeout = joining
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+            group = dist.ProcessGroupGloo(store, rank, num_workers, gloo)
     except RuntimeError as error:
         raise WorkerLostError(f"{num_workers} workers could not be joined: {error}") from error
+    return WorkerGroup(group, rank, num_workers, timeout)

@@ -196,6 +196,7 @@ def start_processes(settings: dict[str, Any], num_workers: int, timeout_seconds:
     folder = meeting_folder()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_workers)))
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits leaves its core to other workers'
     started: list[StartedWorker] = []
     try:
         for rank in range(1, num_workers):

@@ -49,7 +49,7 @@ def test_sums_are_of_ranks_in_order(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_a_worker_that_never_comes(tmp_path: Path) -> None:
     with pytest.raises(WorkerLostError, match="could not be joined"):
-        join_group(tmp_path, 0, 2, device=CPU, timeout_seconds=0.2)
+        join_group(tmp_path, 0, 2, device=CPU, timeout_seconds=30, join_seconds=0.2)
 
 
 def test_a_worker_that_stops_coming(tmp_path: Path) -> None:
