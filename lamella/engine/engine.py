@@ -18,8 +18,9 @@ from lamella.argument_checks import shown
 from lamella.distributed.start_workers import start_workers
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine_inspection import EngineInspection
+from lamella.engine.engine_view import EngineView, snapshot_of
 from lamella.engine.held_interrupts import HeldInterrupts
-from lamella.engine.loaded_adapters import LoadedAdapter
+from lamella.engine.loaded_adapters import LoadedAdapter, LoadedAdapters
 from lamella.engine.logits_processors import logits_functions
 from lamella.engine.lora_request import LoRARequest
 from lamella.engine.model_opening import ServedConfig
@@ -30,10 +31,19 @@ from lamella.engine.prompts import ParsedPrompt
 from lamella.engine.request_parser import RequestParser, drawn_seed
 from lamella.engine.request_rules import make_prompt_scores
 from lamella.engine.sampling_params import SamplingParams
-from lamella.engine.saved_prefixes import PrefixFile, enter_prefix, load_prefix, prefix_ties, save_prefix
+from lamella.engine.saved_prefixes import (
+    PrefixFile,
+    PrefixForm,
+    enter_prefix,
+    load_prefix,
+    prefix_form,
+    prefix_ties,
+    save_prefix,
+)
 from lamella.engine.scheduling.request import NO_ADAPTER, Request
 from lamella.engine.scheduling.request_rows import RunningTokens, require_fitting
 from lamella.engine.scheduling.scheduler_counters import DraftCounters
+from lamella.engine.step_failures import CALM, forget_frames, is_out_of_memory
 from lamella.engine.turns import Turns, in_turn
 from lamella.engine.vllm_keywords import refuse_foreign
 from lamella.engine.vllm_request_arguments import (
@@ -42,15 +52,27 @@ from lamella.engine.vllm_request_arguments import (
     FROM_ENGINE_ARGS_ARGUMENTS,
     RESET_PREFIX_CACHE_ARGUMENTS,
 )
-from lamella.errors import CapacityError, ConfigError, EngineClosedError, PrefixFileError, RequestError, WorkerLostError
+from lamella.errors import (
+    CapacityError,
+    ConfigError,
+    EngineClosedError,
+    InvariantError,
+    PrefixFileError,
+    RequestError,
+    WorkerLostError,
+)
 from lamella.kv_cache import invariants
 from lamella.kv_cache.counters import GroupUsage, KVCacheCounters
 from lamella.kv_cache.pinned_prefixes import PinnedPrefix
 from lamella.kv_cache.report import kv_cache_report
-from lamella.model_executor.prefix_file import PrefixTies
+from lamella.model_executor.adapters.adapter_reader import ReadAdapter
+from lamella.model_executor.prefix_file import PrefixTies, SavedPrefix
 from lamella.model_executor.runner import LaunchedStep
 from lamella.model_executor.text.tokenizer import Tokenizer
 from lamella.native.fork_guard import FORK_GUARD
+from lamella.observability.engine_snapshot import EngineSnapshot
+from lamella.observability.metric_values import Metric
+from lamella.output_path import check_output_path
 
 Result = TypeVar("Result")
 
@@ -60,7 +82,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Totals since the engine started. peak_pages: per group, the most pages that running requests
-    held at once; peak_page_bytes: the same in bytes. drafts: what speculation proposed and requests got."""
+    held at once; peak_page_bytes: the same in bytes. drafts: what speculation proposed and requests got.
+    num_failed_steps: those that were undone and did not end the call of `step`."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -71,6 +94,7 @@ class EngineStats:
     peak_page_bytes: dict[str, int]
     kv_cache: KVCacheCounters
     drafts: DraftCounters
+    num_failed_steps: int = 0
 
     @property
     def pages(self) -> dict[str, GroupUsage]:
@@ -109,6 +133,7 @@ class Engine:
         started = time.monotonic()
         self._turns = Turns()
         self.config = config if config is not None else EngineConfig(**engine_arguments)
+        check_output_path("profile", self.config.profile)
         FORK_GUARD.arm()  # torch has threads even where no native kernels are loaded
         self._loaded: LoadedEngine | None = self._load(shows_progress)
         self.config = dataclasses.replace(self.config, max_model_len=self._loaded.pool.max_model_len)
@@ -120,11 +145,16 @@ class Engine:
         # Steps in flight, oldest first. Between calls of `step` there is one at most.
         self._launched: deque[LaunchedStep] = deque()
         self._books = _Books.SETTLED
+        self._failures = CALM
+        self._num_failed_steps = 0
         self._interrupts = HeldInterrupts()
         wants_async = self.config.async_scheduling
         by_default = self._loaded.runner.device.type == "cuda" and self.config.speculation is None
         self.is_async = by_default if wants_async is None else wants_async
+        self._view = EngineView(self.config, self._loaded, self._snapshot)
         self.load_seconds = time.monotonic() - started
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("loaded in %.1f s\n%s", self.load_seconds, self.kv_cache_report())
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, **vllm_arguments: Any) -> Engine:
@@ -216,6 +246,7 @@ class Engine:
             self._num_arrived = num_arrived + 1
             self._outputs.add(conversation)
             self._books = _Books.SETTLED
+            self._view.arrived(requests, params)
         except BaseException:
             if request_id not in self._outputs:
                 self._num_arrived = num_arrived
@@ -238,6 +269,7 @@ class Engine:
             ended = self._outputs.abort([one for one in given if one in self._outputs])
             for request in ended:
                 loaded.scheduler.finish(request, "abort")
+            self._view.ended(self._outputs.ended)
             self._drop_moot_steps(loaded)
             self._books = _Books.SETTLED
         except BaseException:
@@ -264,10 +296,16 @@ class Engine:
         """Run one step of the batch; returns the outputs of requests that got a token (or, for
         FINAL_ONLY, that finished). With async scheduling the next step is launched before this one's outputs are made.
 
-        A request whose logits are no numbers ends alone, with finish_reason "error". Whatever else is raised leaves the
-        requests as they were before the step, or as they are after it, and is raised here: call `step` again to go on,
-        which also returns the outputs that this call could not. Ctrl-C is held back until the step is done; a second
-        one interrupts it. docs/failures.md has the rules."""
+        A request whose logits are no numbers ends alone, with finish_reason "error". A step that fails is undone, and
+        this returns without its outputs: the next call does it again. Where memory ran out, that step is smaller. A
+        request that fails twice alone, after steps with it failed twice, ends with an output whose `error` is a
+        StepFailedError; other requests get what they would have got.
+
+        Raised are: EngineClosedError; an exception that is no Exception, like KeyboardInterrupt; InvariantError where
+        check_invariants is on; what is raised while a failed step is being undone. Even then the requests are as they
+        were before the step, or as they are after it: call `step` again to go on, which also returns the outputs that
+        this call could not. Ctrl-C is held back until the step is done; a second one interrupts it. docs/failures.md
+        has the rules."""
         self._interrupts.run(self._step)
         return self._outputs.take()
 
@@ -276,42 +314,103 @@ class Engine:
         loaded = self._require_settled()
         if self._outputs.has_outputs:
             return  # an earlier step was done, and interrupted before its outputs were returned
+        self._view.step_begins()
         try:
-            if not self._launched and not self._launch(loaded):
-                self._books = _Books.SETTLED
-                return
-            if self.is_async:
-                self._launch(loaded)
-            self._process(loaded)
-            self._drop_moot_steps(loaded)
+            if self._launched or self._launch(loaded):
+                if self.is_async and not self._failures.is_watching:
+                    self._launch(loaded)
+                self._process(loaded)
+                self._drop_moot_steps(loaded)
+            if self._failures is not CALM:
+                self._note_success(loaded)
             if self.config.check_invariants:
                 invariants.check(loaded.manager, loaded.scheduler.num_computed())
             self._books = _Books.SETTLED
+            self._view.step_ends(loaded)
         except WorkerLostError:
             self._close()
             raise
+        except Exception as error:
+            if not self._contain(loaded, error):
+                raise
         except BaseException:
             self._recover(loaded)
             raise
+
+    def _contain(self, loaded: LoadedEngine, error: Exception) -> bool:
+        """Undo the step that failed, and decide what follows from it (`StepFailures`). False: the caller has to know
+        the error."""
+        scheduler, outputs = loaded.scheduler, self._outputs
+        is_to_be_raised = isinstance(error, InvariantError) and self.config.check_invariants
+        suspects = outputs.in_a_step()
+        if scheduler.considered is not None and scheduler.considered.request_id not in suspects:
+            suspects.append(scheduler.considered.request_id)
+        if self._failures.suspects_all and not self._failures.groups:
+            suspects = []
+        counts = {one: outputs.num_kept_of(one) for one in suspects or outputs.ids()}
+        known = {one: count for one, count in counts.items() if count is not None}
+        if is_to_be_raised or not known:
+            self._recover(loaded)
+            return False
+        self._failures = self._failures.after_failure(
+            error,
+            known,
+            num_step_tokens=scheduler.num_step_tokens,
+            max_num_tokens=scheduler.max_num_batched_tokens,
+        )
+        self._num_failed_steps += 1
+        logger.warning("a step failed and is undone", exc_info=error)
+        forget_frames(error)
+        self._recover(loaded)
+        if is_out_of_memory(error):
+            loaded.runner.trim_memory()
+        return True
+
+    def _note_success(self, loaded: LoadedEngine) -> None:
+        self._books = _Books.HALF_DONE
+        self._failures = self._failures.after_step(
+            self._outputs.num_kept_of, max_num_tokens=loaded.scheduler.max_num_batched_tokens
+        )
+        self._draw_conclusions(loaded)
+
+    def _draw_conclusions(self, loaded: LoadedEngine) -> None:
+        """Have the scheduler do what follows from failed steps. If it is interrupted, it must be called again."""
+        failures, scheduler = self._failures, loaded.scheduler
+        guilty = {one: error for one, error in failures.guilty.items() if one in self._outputs}
+        if guilty:
+            for request in self._outputs.fail(guilty):
+                logger.error("%s", request.stop_reason)
+                scheduler.finish(request, "error", request.stop_reason)
+            self._view.ended(self._outputs.ended)
+        if failures.guilty:
+            self._failures = failures.without_guilty()
+        scheduler.limit(failures.most_tokens)
+        scheduler.run_only(failures.only)
 
     def _launch(self, loaded: LoadedEngine) -> bool:
         """Plan and launch a step; False if there is none to launch now."""
         self._books = _Books.HALF_DONE
         plan = loaded.scheduler.schedule()
+        self._view.planned(loaded)
         if plan is None:
             return False
         self._books = _Books.PLANNED
         self._launched.append(loaded.runner.launch(plan))
+        self._view.launched(plan)
         return True
 
     def _process(self, loaded: LoadedEngine) -> None:
         """Wait for the oldest launched step and take in what it computed."""
         self._books = _Books.PLANNED
         result = self._launched[0].result()
+        self._view.part_ends("wait")
         self._books = _Books.HALF_DONE
         self._launched.popleft()
-        for request, stop_string, num_dropped in self._outputs.process(loaded.scheduler.update(result)):
+        new_tokens = loaded.scheduler.update(result)
+        self._view.part_ends("update")
+        for request, stop_string, num_dropped in self._outputs.process(new_tokens):
             loaded.scheduler.finish(request, "stop", stop_string, num_dropped_tokens=num_dropped)
+        self._view.processed(new_tokens, self._outputs.ended)
 
     def _drop_moot_steps(self, loaded: LoadedEngine) -> None:
         """When no request is left, nobody wants what the steps in flight compute: wait for them, so that their memory
@@ -339,7 +438,10 @@ class Engine:
         if is_half_done:
             self._drain()
             loaded.scheduler.restart(self._outputs.unfinished(), self._outputs.num_kept_tokens)
+        self._books = _Books.HALF_DONE
+        self._draw_conclusions(loaded)
         self._books = _Books.SETTLED
+        self._view.recovered()
 
     def _drain(self) -> None:
         """Wait until the steps in flight are over, then drop them: as long as they run they write to pages."""
@@ -379,10 +481,20 @@ class Engine:
         """The lora_int_ids of the adapters that are loaded."""
         return self._require_open().adapters.ids()
 
-    @in_turn
     def load_adapter(self, lora_request: LoRARequest) -> LoadedAdapter:
-        """The adapter for a `ParsedPrompt`, loaded if it is not. Raises as `add_lora`."""
-        return self._require_settled().adapters.load(lora_request, self._adapters_in_use)
+        """The adapter for a `ParsedPrompt`, loaded if it is not. Raises as `add_lora`. It is read from its files while
+        steps of other threads run."""
+        adapters, known = self._find_adapter(lora_request)
+        return known if known is not None else self._enter_adapter(lora_request, adapters.read(lora_request))
+
+    @in_turn
+    def _find_adapter(self, lora_request: LoRARequest) -> tuple[LoadedAdapters, LoadedAdapter | None]:
+        adapters = self._require_settled().adapters
+        return adapters, adapters.find(lora_request, self._adapters_in_use)
+
+    @in_turn
+    def _enter_adapter(self, lora_request: LoRARequest, read: ReadAdapter) -> LoadedAdapter:
+        return self._require_settled().adapters.enter(lora_request, read, self._adapters_in_use)
 
     def _adapters_in_use(self) -> Counter[int]:
         """The numbers of the adapters of unfinished requests, and of how many each is."""
@@ -393,6 +505,12 @@ class Engine:
     @property
     def is_closed(self) -> bool:
         return self._loaded is None
+
+    @property
+    def is_called_here(self) -> bool:
+        """Whether this thread is inside of a call of the engine, as a finalizer that Python runs then may be: that must
+        not call it again."""
+        return self._turns.is_mine
 
     @property
     def model_config(self) -> ServedConfig:
@@ -437,7 +555,23 @@ class Engine:
             peak_page_bytes={name: count * page_bytes[name] for name, count in peaks.items()},
             kv_cache=loaded.manager.counters(hits),
             drafts=loaded.scheduler.draft_counters(),
+            num_failed_steps=self._num_failed_steps,
         )
+
+    @in_turn
+    def _snapshot(self) -> EngineSnapshot:
+        return snapshot_of(self._require_open())
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics, as vLLM's `LLM.get_metrics` returns them: a list of Counter, Gauge, Histogram and Vector, of
+        `lamella.metrics`. Any thread may ask. Raises LamellaError where disable_log_stats=True keeps none."""
+        self._require_open()
+        return self._view.metrics.values()
+
+    def metrics_text(self) -> str:
+        """All metrics in Prometheus' text form, for a server to answer /metrics with. Raises as `get_metrics`."""
+        self._require_open()
+        return self._view.metrics.text()
 
     @in_turn
     def running_tokens(self) -> RunningTokens:
@@ -463,22 +597,32 @@ class Engine:
 
     # Prefixes by name
 
-    @in_turn
-    def pin_prefix(self, prompt: Any, *, cache_salt: str | None = None, name: str | None = None) -> PinnedPrefix:
+    def pin_prefix(
+        self,
+        prompt: Any,
+        *,
+        cache_salt: str | None = None,
+        name: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> PinnedPrefix:
         """Keep a prompt's KV in the cache until `unpin_prefix`, for all prompts that begin with it: from now on if it
         is cached; otherwise as soon as a request has computed it, which any that begins with it does.
 
-        prompt: as for `add_request`. name: to unpin it by; None: one is made up. Raises RequestError for prompts that
+        prompt, lora_request: as for `add_request`; an adapter's prefix serves that adapter, and is kept whether or not
+        the adapter stays loaded. name: to unpin it by; None: one is made up. Raises RequestError for prompts that
         cannot be run and a name in use, CapacityError, with nothing changed, where pins would keep more than
         max_pinned_bytes or leave too little for one request of max_model_len."""
+        return self._pin_prefix(self.parse_prefix(prompt, cache_salt, lora_request), name)
+
+    @in_turn
+    def _pin_prefix(self, prefix: ParsedPrompt, name: str | None) -> PinnedPrefix:
         loaded = self._require_settled()
-        prefix = self.parse_prefix(prompt, cache_salt)
         known = {one.name for one in loaded.manager.pinned()}
         if name is None:
             name = next(one for one in map("prefix-{}".format, itertools.count()) if one not in known)
         if not isinstance(name, str) or not name:
             raise RequestError(f"name={shown(name)}: must be a string that is not empty, or None")
-        return self._change_cache(lambda: loaded.manager.pin(name, prefix.token_ids, prefix.cache_salt))
+        return self._change_cache(lambda: loaded.manager.pin(name, prefix.token_ids, prefix.salt))
 
     @in_turn
     def unpin_prefix(self, prefix: PinnedPrefix | str) -> None:
@@ -495,33 +639,55 @@ class Engine:
         """All pinned prefixes, in the order in which they were pinned, and whether each is cached yet."""
         return self._require_settled().manager.pinned()
 
-    @in_turn
-    def save_prefix(self, path: str | Path, prompt: Any, *, cache_salt: str | None = None) -> PrefixFile:
+    def save_prefix(
+        self,
+        path: str | Path,
+        prompt: Any,
+        *,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> PrefixFile:
         """Write a prompt's KV to a file, for `load_prefix` of another engine (docs/prefixes.md). An existing file is
         replaced at once and whole.
 
         Raises RequestError where the cache has not all of it (run a request with this prompt first), PrefixFileError
         where the file cannot be written."""
-        loaded = self._require_settled()
-        prefix, ties = self.parse_prefix(prompt, cache_salt), self._prefix_ties(loaded)
-        return self._change_cache(lambda: save_prefix(loaded, ties, path, prefix.token_ids, prefix.cache_salt))
+        return self._save_prefix(path, self.parse_prefix(prompt, cache_salt, lora_request))
 
     @in_turn
-    def load_prefix(self, path: str | Path) -> PrefixFile:
-        """Put what `save_prefix` wrote into the cache: prompts that begin with it find it, as if it had been computed
-        here. It ages as a prompt's `prefix_boundary` does; `pin_prefix` keeps it for good.
-
-        Raises PrefixFileError, with nothing changed, for a file that is damaged, cut, of another format, or from an
-        engine of another model, weight form, arithmetic, KV dtype or layers; RequestError where its window does not
-        fill pages of this size; CapacityError where no memory is free."""
+    def _save_prefix(self, path: str | Path, prefix: ParsedPrompt) -> PrefixFile:
         loaded = self._require_settled()
-        prefix, told = load_prefix(loaded, self._prefix_ties(loaded), path)
-        self._change_cache(lambda: enter_prefix(loaded, prefix))
+        ties = self._prefix_ties(loaded)
+        return self._change_cache(lambda: save_prefix(loaded, ties, path, prefix))
+
+    def load_prefix(self, path: str | Path, *, lora_request: LoRARequest | None = None) -> PrefixFile:
+        """Put what `save_prefix` wrote into the cache: prompts that begin with it find it, as if it had been computed
+        here. It ages as a prompt's `prefix_boundary` does; `pin_prefix` keeps it for good. The file is read and checked
+        while steps of other threads run. lora_request: the adapter that it was saved with.
+
+        Raises PrefixFileError, with nothing changed, for a file that is damaged, cut, of another format, or of
+        another model, adapter, weight form, arithmetic, KV dtype or layers; RequestError where its window does not fill
+        pages of this size; CapacityError where no memory is free."""
+        digest = "" if lora_request is None else self.load_adapter(lora_request).digest
+        prefix, told = load_prefix(self._prefix_form(digest), path)
+        self._enter_prefix(prefix, digest)
         return told
 
-    def parse_prefix(self, prompt: Any, cache_salt: str | None = None) -> ParsedPrompt:
+    @in_turn
+    def _prefix_form(self, adapter_digest: str) -> PrefixForm:
+        loaded = self._require_settled()
+        return prefix_form(loaded, dataclasses.replace(self._prefix_ties(loaded), adapter=adapter_digest))
+
+    @in_turn
+    def _enter_prefix(self, prefix: SavedPrefix, adapter_digest: str) -> None:
+        loaded = self._require_settled()
+        self._change_cache(lambda: enter_prefix(loaded, prefix, adapter_digest))
+
+    def parse_prefix(
+        self, prompt: Any, cache_salt: str | None = None, lora_request: LoRARequest | None = None
+    ) -> ParsedPrompt:
         """`parse` for a prefix that is to be pinned or saved, under the salt that requests with it have."""
-        parsed = self.parse(prompt, SamplingParams())
+        parsed = self.parse(prompt, SamplingParams(), lora_request)
         salt = parsed.cache_salt
         if cache_salt is not None:
             if not isinstance(cache_salt, str) or not cache_salt or "\0" in cache_salt:
@@ -579,6 +745,8 @@ class Engine:
         self._launched.clear()
         self._outputs.clear()
         self._books = _Books.SETTLED
+        if loaded is not None:
+            self._view.close()
         if loaded is not None:
             loaded.let_go()  # the traceback of a failed step keeps `loaded` alive, but must not keep its memory
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from lamella.argument_checks import shown
 from lamella.engine.lora_request import LoRARequest
 from lamella.errors import RequestError
-from lamella.model_executor.adapters.adapter_reader import AdapterReader
+from lamella.model_executor.adapters.adapter_reader import AdapterReader, ReadAdapter
 from lamella.model_executor.layers.adapters import Adapter
 
 logger = logging.getLogger(__name__)
@@ -58,9 +58,9 @@ class LoadedAdapters:
         """lora_int_ids."""
         return set(self._loaded)
 
-    def load(self, request: LoRARequest, in_use: InUse) -> LoadedAdapter:
-        """The adapter, read now if it is not loaded. Raises RequestError where adapters are not enabled or the id is
-        another's; ModelLoadError for what cannot be read."""
+    def find(self, request: LoRARequest, in_use: InUse) -> LoadedAdapter | None:
+        """The adapter, or None if it is not loaded. Raises RequestError where adapters are not enabled or the id is
+        another's."""
         if not isinstance(request, LoRARequest):
             raise RequestError(
                 f"lora_request={shown(request)} is a {type(request).__name__}; give a LoRARequest(lora_name, "
@@ -75,8 +75,20 @@ class LoadedAdapters:
             self._require_same(known, request)
             self._use(known)
             self._make_room(in_use)
+        return known
+
+    def read(self, request: LoRARequest) -> ReadAdapter:
+        """What is to `enter`. It changes nothing here, so steps may run meanwhile. Raises ModelLoadError for what
+        cannot be read."""
+        assert self._reader is not None, "`find` has refused the request"
+        return self._reader.read(Path(request.path), most_rank=self._max_rank)
+
+    def enter(self, request: LoRARequest, read: ReadAdapter, in_use: InUse) -> LoadedAdapter:
+        """The adapter that was read, loaded from now on; or the one that another thread has loaded under its id since.
+        Raises as `find` does."""
+        known = self.find(request, in_use)
+        if known is not None:
             return known
-        read = self._reader.read(Path(request.path), most_rank=self._max_rank)
         loaded = LoadedAdapter(next(self._numbers), request, read.adapter, read.digest, read.num_bytes)
         self._use(loaded)
         self._make_room(in_use)
@@ -94,8 +106,8 @@ class LoadedAdapters:
         return loaded
 
     def keep(self, adapter: LoadedAdapter, in_use: InUse) -> LoadedAdapter:
-        """`adapter`, which `load` has returned, loaded again if it had to make room since; or the same weights, loaded
-        under its id meanwhile. Raises RequestError where others have its id by now."""
+        """`adapter`, which `find` or `enter` has returned, loaded again if it had to make room since; or the same
+        weights, loaded under its id meanwhile. Raises RequestError where others have its id by now."""
         known = self._loaded.get(adapter.request.lora_int_id)
         if known is None:
             self._use(adapter)

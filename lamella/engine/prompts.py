@@ -56,19 +56,27 @@ class ParsedPrompt:
     @property
     def salt(self) -> str | None:
         """What tells the KV of the prompt from that of others of the same tokens."""
-        if self.adapter is None:
-            return self.cache_salt
-        return f"{self.cache_salt or ''}\0lora:{self.adapter.digest}"
+        return root_salt(self.cache_salt, self.adapter_digest)
+
+    @property
+    def adapter_digest(self) -> str:
+        """Empty without an adapter."""
+        return "" if self.adapter is None else self.adapter.digest
 
 
-def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+def root_salt(cache_salt: str | None, adapter_digest: str) -> str | None:
+    """What the root of the prefix tree is named by that prompts of this salt and adapter start from."""
+    return f"{cache_salt or ''}\0lora:{adapter_digest}" if adapter_digest else cache_salt
+
+
+def split_prompts(prompts: Any) -> list[Any]:
     """One prompt or many -> a list of prompts."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, np.ndarray) and prompts.ndim == 1:
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts is {type(prompts).__name__}: must be {FORMS}, or a list of these")
+        raise RequestError(f"prompts is {type(prompts).__name__}: must be {FORMS}, or a list or an iterator of these")
     if prompts and all(_is_integer(token) for token in prompts):
         return [prompts]
     return list(prompts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from lamella.argument_checks import path_text
 from lamella.engine.config import EngineConfig
 from lamella.engine.model_setup import LoadedEngine
+from lamella.engine.prompts import ParsedPrompt, root_salt
 from lamella.errors import PrefixFileError, RequestError
 from lamella.kv_cache.layout import KVLayout
 from lamella.kv_cache.page_transfers import PageMoves
@@ -64,34 +66,46 @@ def _spec_of(layout: KVLayout, layer: int) -> KVCacheSpec:
     return layout.groups[layout.layer_address(layer)[0]].spec
 
 
-def save_prefix(
-    loaded: LoadedEngine, ties: PrefixTies, path: object, token_ids: np.ndarray, salt: str | None
-) -> PrefixFile:
-    """Write what the cache has of the prefix (int32 [n]). Raises RequestError where it has not all of it,
-    PrefixFileError where the file cannot be written."""
+def save_prefix(loaded: LoadedEngine, ties: PrefixTies, path: object, prefix: ParsedPrompt) -> PrefixFile:
+    """Write what the cache has of the prefix. Raises RequestError where it has not all of it, PrefixFileError where the
+    file cannot be written."""
     file = Path(path_text("path", path, RequestError))
-    groups = loaded.manager.export_prefix(token_ids, salt)
+    token_ids, ties = prefix.token_ids, dataclasses.replace(ties, adapter=prefix.adapter_digest)
+    groups = loaded.manager.export_prefix(token_ids, prefix.salt)
     loaded.runner.move_pages(loaded.manager.take_moves())
     layers = read_prefix(loaded.runner, groups, len(token_ids))
-    file_bytes = write_prefix_file(file, ties, SavedPrefix(token_ids, salt, layers))
-    return _told(token_ids, salt, layers.values(), file_bytes)
+    file_bytes = write_prefix_file(file, ties, SavedPrefix(token_ids, prefix.cache_salt, layers))
+    return _told(token_ids, prefix.cache_salt, layers.values(), file_bytes)
 
 
-def load_prefix(loaded: LoadedEngine, ties: PrefixTies, path: object) -> tuple[SavedPrefix, PrefixFile]:
+class PrefixForm(NamedTuple):
+    """What a file must have to be for an engine. specs: of each layer that keeps KV."""
+
+    ties: PrefixTies
+    specs: Mapping[int, KVCacheSpec]
+    most_tokens: int
+    vocab_size: int
+
+
+def prefix_form(loaded: LoadedEngine, ties: PrefixTies) -> PrefixForm:
+    specs = {layer: _spec_of(loaded.layout, layer) for layer in layers_with_kv(loaded.layout)}
+    return PrefixForm(ties, specs, loaded.pool.max_model_len - 1, loaded.model_config.vocab_size)
+
+
+def load_prefix(form: PrefixForm, path: object) -> tuple[SavedPrefix, PrefixFile]:
     """Read and check a file; nothing enters the cache yet. Raises PrefixFileError."""
     file = Path(path_text("path", path, RequestError))
-    specs = {layer: _spec_of(loaded.layout, layer) for layer in layers_with_kv(loaded.layout)}
-    prefix = read_prefix_file(file, ties, specs, loaded.pool.max_model_len - 1)
+    prefix = read_prefix_file(file, form.ties, form.specs, form.most_tokens)
     largest = int(prefix.token_ids.max())
-    if prefix.token_ids.min() < 0 or largest >= loaded.model_config.vocab_size:
+    if prefix.token_ids.min() < 0 or largest >= form.vocab_size:
         raise PrefixFileError(
-            f"path={str(file)!r} holds token ids up to {largest}, and the vocabulary has "
-            f"{loaded.model_config.vocab_size}: save it anew"
+            f"path={str(file)!r} holds token ids up to {largest}, and the vocabulary has {form.vocab_size}: save it "
+            "anew"
         )
     return prefix, _told(prefix.token_ids, prefix.salt, prefix.layers.values(), file.stat().st_size)
 
 
-def enter_prefix(loaded: LoadedEngine, prefix: SavedPrefix) -> bool:
+def enter_prefix(loaded: LoadedEngine, prefix: SavedPrefix, adapter_digest: str) -> bool:
     """Put what was read into the cache; False where it has all of it already. Raises what `import_prefix` does."""
     num_tokens = len(prefix.token_ids)
     first_tokens = []
@@ -107,7 +121,7 @@ def enter_prefix(loaded: LoadedEngine, prefix: SavedPrefix) -> bool:
     def write(moves: Sequence[PageMoves], pages: Sequence[PrefixPages]) -> None:
         write_prefix(loaded.runner, moves, pages, prefix.layers, num_tokens)
 
-    return loaded.manager.import_prefix(prefix.token_ids, prefix.salt, first_tokens, write)
+    return loaded.manager.import_prefix(prefix.token_ids, root_salt(prefix.salt, adapter_digest), first_tokens, write)
 
 
 def _told(token_ids: np.ndarray, salt: str | None, layers, file_bytes: int) -> PrefixFile:  # type: ignore[no-untyped-def]

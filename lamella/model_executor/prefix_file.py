@@ -32,7 +32,7 @@ from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.prefix_kv import LayerTokens, word_of
 from lamella.model_executor.weights.regular_files import open_regular_file
 
-FORMAT, VERSION = "lamella.prefix", "1"
+FORMAT, VERSION = "lamella.prefix", "2"
 DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -52,7 +52,8 @@ class PrefixTies:
     """What a file's KV is tied to: that of other models, of other weights or arithmetic differs in value, that of other
     dtypes and layers in form.
 
-    model: see `model_identity`. layers: a description of each layer's KV.
+    model: see `model_identity`. layers: a description of each layer's KV. adapter: the digest of the adapter that it
+    was computed with; empty: of none.
     """
 
     model: str
@@ -60,6 +61,7 @@ class PrefixTies:
     arithmetic: str
     kv_dtype: str
     layers: str
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,9 @@ def _read(
         if metadata.get(name) != wanted:
             raise PrefixFileError(
                 f"{refused} was saved with {name}={shown(metadata.get(name))}, and this engine has {name}="
-                f"{shown(wanted)}: load it into an engine like the one that saved it, or save it anew"
+                f"{shown(wanted)}: load it "
+                + ("with the same lora_request" if name == "adapter" else "into an engine like the one that saved it")
+                + ", or save it anew"
             )
     places = _places(refused, entries, ties.kv_dtype, specs, most_tokens)
     num_bytes = max(end for _, end, _ in places.values())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,7 @@ from lamella.kv_cache.page_transfers import PageMoves
 from lamella.kv_cache.prefix_transfers import PrefixPages
 from lamella.model_executor.runner import ModelRunner
 
+_RUN_PAGES = 64
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -64,18 +67,47 @@ def write_prefix(
     group's first block or before. What the last block has beyond the prefix becomes zeros."""
     page_tokens = runner.layout.page_tokens
     runner.move_pages(moves)
+    # Of each group, (the pages of a layer's K or V, what they are to hold: [num_tokens, num_kv_heads, dim]).
+    parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in groups]
     for layer, given in layers.items():
         place = runner.places[layer]
-        part = groups[place.group]
-        if not len(part.pages):
-            continue
-        page_ids = to_device(part.pages, runner.device)
-        length = num_tokens - part.first_block * page_tokens
+        first_token = groups[place.group].first_block * page_tokens
         for pages, tokens in ((place.cache.keys, given.keys), (place.cache.values, given.values)):
-            wanted, words = tokens[len(tokens) - length :], _words(pages)
-            if missing := len(part.pages) * page_tokens - length:
-                wanted = torch.cat([wanted, wanted.new_zeros(missing, *wanted.shape[1:])])
-            words[page_ids] = wanted.reshape(-1, *words.shape[1:]).to(runner.device)
+            length = max(0, num_tokens - first_token)
+            parts[place.group].append((_words(pages), tokens[len(tokens) - length :]))
+    if runner.device.type == "cpu":
+        _write_on_host(groups, parts, page_tokens)
+        return
+    for group, tensors in zip(groups, parts, strict=True):
+        page_ids = to_device(group.pages, runner.device)
+        for words, tokens in tensors if len(page_ids) else ():
+            tokens = _whole_pages(tokens, page_tokens)
+            words[page_ids] = tokens.reshape(-1, *words.shape[1:]).to(runner.device)
+
+
+def _write_on_host(
+    groups: Sequence[PrefixPages], parts: Sequence[list[tuple[torch.Tensor, torch.Tensor]]], page_tokens: int
+) -> None:
+    """Several threads write, each a run of pages in all layers at a time. Most of the work may be the system's, which
+    finds memory for an arena that nobody has used yet; and a thread that is kept waiting holds up no other, as it would
+    in torch's copies."""
+
+    def write(group: int, start: int) -> None:
+        page_ids = groups[group].pages[start : start + _RUN_PAGES]
+        for words, tokens in parts[group]:
+            run = tokens[start * page_tokens : (start + len(page_ids)) * page_tokens]
+            words.numpy()[page_ids] = _whole_pages(run, page_tokens).numpy().reshape(-1, *words.shape[1:])
+
+    runs = [(group, start) for group, each in enumerate(groups) for start in range(0, len(each.pages), _RUN_PAGES)]
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        for done in [pool.submit(write, *run) for run in runs]:
+            done.result()
+
+
+def _whole_pages(tokens: torch.Tensor, page_tokens: int) -> torch.Tensor:
+    """The tokens, and zeros up to the end of their last page."""
+    missing = -len(tokens) % page_tokens
+    return torch.cat([tokens, tokens.new_zeros(missing, *tokens.shape[1:])]) if missing else tokens
 
 
 def _words(pages: torch.Tensor) -> torch.Tensor:

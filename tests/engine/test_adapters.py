@@ -3,12 +3,14 @@
 import json
 import math
 import shutil
+import threading
 
 import pytest
 import torch
 
-from lamella import LLM, ConfigError, Engine, LoRARequest, ModelLoadError, RequestError, SamplingParams
+from lamella import LLM, ConfigError, Engine, LoRARequest, ModelLoadError, PrefixFileError, RequestError, SamplingParams
 from lamella.engine.scheduling.speculation.step_costs import StepCosts
+from lamella.model_executor.adapters.adapter_reader import NativeAdapterReader
 from lamella.model_executor.layers import native_operators
 from tests.helpers.lora_files import merged, save_lora
 from tests.helpers.tiny_gemma import VOCAB_SIZE, save_tiny_gemma
@@ -273,6 +275,86 @@ def test_adapters_come_and_go_while_requests_run(adapters):
         while engine.has_unfinished_requests():
             outputs = engine.step()
         assert_computed_by(outputs[-1], adapters.models[1])
+
+
+def test_steps_run_while_an_adapter_is_read(adapters, monkeypatch):
+    first, second, *_ = adapters.requests
+    is_reading, may_read = threading.Event(), threading.Event()
+    read = NativeAdapterReader.read
+
+    def read_late(self, path, **arguments):
+        is_reading.set()
+        assert may_read.wait(60)
+        return read(self, path, **arguments)
+
+    with Engine(model=adapters.folder / "model", enable_lora=True, **ARGUMENTS) as engine:
+        engine.add_request("a", PROMPTS[0], PARAMS, lora_request=first)
+        monkeypatch.setattr(NativeAdapterReader, "read", read_late)
+        adding = threading.Thread(
+            target=engine.add_request, args=("b", PROMPTS[1], PARAMS), kwargs={"lora_request": second}
+        )
+        adding.start()
+        assert is_reading.wait(60)
+        stepping = threading.Thread(target=lambda: [engine.step() for _ in range(3)], daemon=True)
+        stepping.start()
+        stepping.join(30)
+        has_stepped = not stepping.is_alive()
+        may_read.set()
+        adding.join()
+        stepping.join()
+        assert has_stepped
+        found = {}
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output for output in engine.step()}
+        assert_computed_by(found["a"], adapters.models[0])
+        assert_computed_by(found["b"], adapters.models[1])
+
+
+def test_two_threads_read_one_adapter(adapters, monkeypatch):
+    """Both have read it before one of them enters it."""
+    both = threading.Barrier(2, timeout=60)
+    read = NativeAdapterReader.read
+
+    def read_together(self, path, **arguments):
+        both.wait()
+        return read(self, path, **arguments)
+
+    monkeypatch.setattr(NativeAdapterReader, "read", read_together)
+    with Engine(model=adapters.folder / "model", enable_lora=True, **ARGUMENTS) as engine:
+        loaded = []
+        threads = [
+            threading.Thread(target=lambda: loaded.append(engine.load_adapter(adapters.requests[0]))) for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert loaded[0] is loaded[1]
+        assert set(engine.inspect().runner.adapters) == {loaded[0].number}
+
+
+def test_prefixes_of_an_adapter_are_pinned_and_saved(adapters, mixed, tmp_path):
+    first, second, *_ = adapters.requests
+    prompt, prefix = PROMPTS[0], PROMPTS[0][:-3]
+    with LLM(adapters.folder / "model", enable_lora=True, **ARGUMENTS) as llm:
+        llm.save_prefix(tmp_path / "prefix", prefix, lora_request=first)
+        assert llm.pin_prefix(prefix, lora_request=first).is_cached
+        assert llm.reset_prefix_cache()
+        wanted = {first: len(prefix), second: 0, None: 0}
+        for request, num_cached in wanted.items():
+            output = llm.generate([prompt], PARAMS, lora_request=request, use_tqdm=False)[0]
+            assert output.num_cached_tokens == num_cached
+            if request is first:
+                assert_same_bits([output], mixed[:1])
+    with LLM(adapters.folder / "model", enable_lora=True, **ARGUMENTS) as llm:
+        for other in (second, None):
+            with pytest.raises(PrefixFileError, match=r"adapter='[0-9a-f]+'.*load it with the same lora_request"):
+                llm.load_prefix(tmp_path / "prefix", lora_request=other)
+        assert llm.load_prefix(tmp_path / "prefix", lora_request=first).cache_salt is None
+        output = llm.generate([prompt], PARAMS, lora_request=first, use_tqdm=False)[0]
+        assert output.num_cached_tokens == len(prefix)
+        assert_same_bits([output], mixed[:1])
+        assert llm.generate([prompt], PARAMS, use_tqdm=False)[0].num_cached_tokens == 0
 
 
 def test_more_adapters_than_stay_loaded_in_one_call(adapters):

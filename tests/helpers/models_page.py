@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +193,14 @@ def walk() -> list[dict[str, Any]]:
 def entry(whole: Any, config: Any, kinds: list[str]) -> dict[str, Any]:
     from lamella.errors import ModelLoadError
     from lamella.model_executor.models.transformers_backend.declared_layers import declared_layers
+    from lamella.model_executor.models.transformers_backend.declared_passes import refuse_other_passes
     from lamella.model_executor.models.transformers_backend.loading import recorded_specs
     from lamella.model_executor.models.transformers_backend.text_config import class_for
 
     found: dict[str, Any] = {"model_type": config.model_type, "refusal": None, "kv_sharing": {}}
     layers: list[LayerShape] = []
     try:
+        refuse_other_passes(partial(field, whole), partial(field, config))
         run_by = class_for(whole, config)
         recorded, owners = recorded_specs(run_by)
         declared = declared_layers(config)
@@ -216,6 +219,10 @@ def entry(whole: Any, config: Any, kinds: list[str]) -> dict[str, Any]:
         "shapes": [{name: getattr(shape, name) for name in LayerShape.__slots__} for shape in shapes],
         "layers": [[index, len(list(group))] for index, group in itertools.groupby(map(shapes.index, layers))],
     }
+
+
+def field(config: Any, name: str) -> Any:
+    return getattr(config, name, None)
 
 
 def heads_of(layer: Any) -> tuple[int, int, int, int]:

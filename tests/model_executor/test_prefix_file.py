@@ -118,7 +118,7 @@ def signed(path, change) -> None:
         (lambda header: header["layers.0.values"].update(data_offsets=[0, 10**15]), "layers.0.values"),
         (lambda header: header["token_ids"].update(shape=[-1]), "of 0 tokens"),
         (lambda header: header["token_ids"].update(shape=[True]), "of 0 tokens"),
-        (lambda header: header["__metadata__"].update(version="0"), "version '0' of the format, and this is 1"),
+        (lambda header: header["__metadata__"].update(version="0"), "version '0' of the format, and this is 2"),
         (lambda header: header["__metadata__"].pop("format"), "without a prefix"),
         (lambda header: header["__metadata__"].update(salt="3"), "has the salt '3'"),
         (lambda header: header["__metadata__"].update(salt="{"), "has the salt"),

@@ -7,25 +7,37 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lamella.argument_checks import shown
 from lamella.engine.structured.config import StructuredOutputsConfig
-from lamella.engine.structured.grammar_text import grammar_text
-from lamella.engine.structured.output_grammar import OutputGrammar
+from lamella.engine.structured.guidance_backend import GuidanceBackend
+from lamella.engine.structured.output_grammar import GrammarState, OutputGrammar
 from lamella.engine.structured.params import StructuredOutputsParams
-from lamella.engine.structured.vocabulary import grammar_vocabulary
+from lamella.engine.structured.xgrammar_backend import XGrammarBackend
 from lamella.errors import RequestError
 from lamella.model_executor.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
 
 # The parser descends into rules by recursion, so that a chain of as many rules as a text can hold needs some 400 MiB.
 # Only what is used of a stack takes memory.
 _STACK_BYTES = 2**29
 _MOST_AT_ONCE = 4
 _STACK_LOCK = threading.Lock()
+
+
+NewState = Callable[[], GrammarState]
+
+
+class GrammarBackend(Protocol):
+    """A library for one model. Any thread may call."""
+
+    def prepare(self) -> None:
+        """Make of the vocabulary what takes time once. Raises RequestError for a vocabulary that cannot be used."""
+        ...
+
+    def compile(self, params: StructuredOutputsParams) -> NewState:
+        """What makes the state of a sample. Raises RequestError, or anything else whose text says what is wrong."""
+        ...
 
 
 class GrammarCompiler:
@@ -38,11 +50,12 @@ class GrammarCompiler:
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: tuple[int, ...], config: StructuredOutputsConfig
     ) -> None:
-        self._tokenizer, self._vocab_size, self._end_token_ids = tokenizer, vocab_size, end_token_ids
+        backend = XGrammarBackend if config.backend == "xgrammar" else GuidanceBackend
+        self._backend: GrammarBackend = backend(tokenizer, vocab_size, end_token_ids)
+        self._num_mask_words = -(-vocab_size // 32)
         self._config = config
         self._lock = threading.Lock()
-        self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutputsParams, NewState] = OrderedDict()
         self._num_running = 0
 
     def compile(self, params: StructuredOutputsParams) -> Callable[[], OutputGrammar]:
@@ -54,41 +67,27 @@ class GrammarCompiler:
             or self._config.disable_additional_properties,
         )
         with self._lock:
-            matcher = self._compiled.get(params)
-            if matcher is not None:
+            new_state = self._compiled.get(params)
+            if new_state is not None:
                 self._compiled.move_to_end(params)
-        if matcher is None:
-            vocabulary = self._vocabulary_now()
-            matcher = self._within_time(params, lambda: self._matcher(params, vocabulary))
+        if new_state is None:
+            self._backend.prepare()
+            made = new_state = self._within_time(params, lambda: self._new_state(params))
             with self._lock:
-                self._compiled[params] = matcher
+                self._compiled[params] = made
                 while len(self._compiled) > self._config.cache_size:
                     self._compiled.popitem(last=False)
-        num_words = -(-self._vocab_size // 32)
-        return lambda: OutputGrammar(matcher.deep_copy(), num_words)
+        return lambda: OutputGrammar(new_state(), self._num_mask_words)
 
-    def _vocabulary_now(self) -> LLTokenizer:
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = grammar_vocabulary(self._tokenizer, self._vocab_size, self._end_token_ids)
-            return self._vocabulary
-
-    def _matcher(self, params: StructuredOutputsParams, vocabulary: LLTokenizer) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
+    def _new_state(self, params: StructuredOutputsParams) -> NewState:
         try:
-            text = grammar_text(params, self._tokenizer.all_special_tokens)
+            return self._backend.compile(params)
         except RequestError:
             raise
-        except Exception as error:  # the library raises nothing more specific
+        except Exception as error:  # the libraries raise nothing more specific
             raise RequestError(f"{_named(params)} cannot be used: {error}") from error
-        # Texts of errors go to whoever gave the grammar, and not to the log.
-        matcher = LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        if matcher.is_error():
-            raise RequestError(f"{_named(params)} cannot be used: {matcher.get_error()[:500]}")
-        return matcher
 
-    def _within_time(self, params: StructuredOutputsParams, work: Callable[[], LLMatcher]) -> LLMatcher:
+    def _within_time(self, params: StructuredOutputsParams, work: Callable[[], NewState]) -> NewState:
         with self._lock:
             if self._num_running >= _MOST_AT_ONCE:
                 raise RequestError(
@@ -96,7 +95,7 @@ class GrammarCompiler:
                     "when one is done"
                 )
             self._num_running += 1
-        future: Future[LLMatcher] = Future()
+        future: Future[NewState] = Future()
 
         def run() -> None:
             try:

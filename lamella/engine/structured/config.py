@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from lamella.argument_checks import RealRange, WholeRange, shown, truth_value
 from lamella.errors import ConfigError
 
-BACKENDS = ("auto", "guidance")
+BACKENDS = ("auto", "guidance", "llguidance", "xgrammar")
 _SECONDS = RealRange(0.0, 3600.0, "more than 0 and at most 3600 seconds", leaves_out_least=True)
 _CACHE_SIZE = WholeRange(1, 2**20, "at least 1 grammar")
 
@@ -18,7 +19,8 @@ _CACHE_SIZE = WholeRange(1, 2**20, "at least 1 grammar")
 class StructuredOutputsConfig:
     """ConfigError says what would work.
 
-    backend: the library that computes masks; "auto" and "guidance" are llguidance.
+    backend: the library that computes masks; "auto", "guidance" and "llguidance" are llguidance; "xgrammar" is a
+        package that is not installed by default, and knows less of JSON schemas.
     disable_any_whitespace, disable_additional_properties: for all requests, see StructuredOutputsParams.
     compile_timeout_seconds: how long a request may wait for its grammar.
     cache_size: how many compiled grammars are kept, those that were used last.
@@ -34,6 +36,11 @@ class StructuredOutputsConfig:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend={shown(self.backend)} is not known; choose one of {', '.join(BACKENDS)}")
+        if self.backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
+            raise ConfigError(
+                "backend='xgrammar' needs the package xgrammar, which is not installed: "
+                "pip install xgrammar, or choose 'guidance'"
+            )
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             self._set(name, truth_value(name, getattr(self, name), ConfigError))
         seconds = _SECONDS.check("compile_timeout_seconds", self.compile_timeout_seconds, ConfigError)

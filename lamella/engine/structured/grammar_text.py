@@ -73,9 +73,10 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-def _tags(params: StructuredOutputsParams, special_tokens: Collection[str]) -> str:
-    from llguidance import LLMatcher, StructTag
-
+def triggered_tags(
+    params: StructuredOutputsParams, special_tokens: Collection[str]
+) -> tuple[list[str], list[tuple[str, dict[str, Any], str]]]:
+    """The triggers, and (begin, JSON schema, end) of each tag. Raises RequestError for what is not complete."""
     given = json.loads(_text(params.structural_tag))
     place = given.get("format", given)
     try:
@@ -91,18 +92,29 @@ def _tags(params: StructuredOutputsParams, special_tokens: Collection[str]) -> s
             raise RequestError(f"structural_tag has a format of type {shown(place['type'])}; {_TAG_FORMS}")
         if not (tags and triggers and all(isinstance(text, str) and text for text in triggers)):
             raise TypeError("tags and triggers must be there, and triggers be text")
-        made = [_tag(StructTag, tag, triggers) for tag in tags]
+        made = [_tag(tag, triggers) for tag in tags]
     except (KeyError, TypeError, AttributeError) as error:
         raise RequestError(
             f"structural_tag={shown(params.structural_tag)} is not complete ({error}); {_TAG_FORMS}"
         ) from error
-    are_special = {trigger in special_tokens for trigger in triggers if trigger.startswith("<")}
-    if len(are_special) > 1:
+    if len({trigger in special_tokens for trigger in triggers if trigger.startswith("<")}) > 1:
         raise RequestError(
             f"structural_tag: of triggers={shown(triggers)} some are special tokens of the model and some are text; "
             "give one kind of them"
         )
-    return str(LLMatcher.grammar_from_lark(StructTag.to_grammar(made, assume_special=True in are_special)))
+    return list(triggers), made
+
+
+def _tags(params: StructuredOutputsParams, special_tokens: Collection[str]) -> str:
+    from llguidance import LLMatcher, StructTag
+
+    triggers, tags = triggered_tags(params, special_tokens)
+    made = [
+        StructTag(trigger=_trigger_of(begin, triggers), begin=begin, grammar=schema, end=end)
+        for begin, schema, end in tags
+    ]
+    assume_special = any(trigger in special_tokens for trigger in triggers if trigger.startswith("<"))
+    return str(LLMatcher.grammar_from_lark(StructTag.to_grammar(made, assume_special=assume_special)))
 
 
 def _triggered(tag: Any) -> tuple[Any, Any, Any]:
@@ -118,11 +130,16 @@ def _refuse_options(place: Mapping[str, Any]) -> None:
             raise RequestError(f"structural_tag: {name}=true is not built; leave it out")
 
 
-def _tag(make: Any, tag: tuple[Any, Any, Any], triggers: list[str]) -> Any:
+def _tag(tag: tuple[Any, Any, Any], triggers: list[str]) -> tuple[str, dict[str, Any], str]:
     begin, schema, end = tag
     if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, Mapping):
         raise TypeError("begin and end must be text, and the schema an object")
+    _trigger_of(begin, triggers)
+    return begin, dict(schema), end
+
+
+def _trigger_of(begin: str, triggers: list[str]) -> str:
     trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
     if trigger is None:
         raise RequestError(f"structural_tag: begin={shown(begin)} starts with none of triggers={shown(triggers)}")
-    return make(trigger=trigger, begin=begin, grammar=dict(schema), end=end)
+    return trigger

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from lamella.engine.structured import compiler as compiler_module
+from lamella.engine.structured import guidance_backend
 from lamella.engine.structured.compiler import GrammarCompiler
 from lamella.engine.structured.config import StructuredOutputsConfig
 from lamella.engine.structured.params import MOST_CHARACTERS, StructuredOutputsParams
@@ -58,13 +58,13 @@ def test_a_grammar_that_takes_too_long_is_an_error_and_so_are_more_while_it_runs
     compiler = made(compile_timeout_seconds=0.05)
     compiler.compile(StructuredOutputsParams(regex="a"))  # makes the vocabulary, which no grammar waits for
     may_end = threading.Event()
-    whole = compiler_module.grammar_text
+    whole = guidance_backend.grammar_text
 
     def slow(params, special_tokens):
         may_end.wait(60)
         return whole(params, special_tokens)
 
-    monkeypatch.setattr(compiler_module, "grammar_text", slow)
+    monkeypatch.setattr(guidance_backend, "grammar_text", slow)
     for index in range(4):
         with pytest.raises(RequestError, match=r"takes longer to compile than compile_timeout_seconds=0\.05"):
             compiler.compile(StructuredOutputsParams(regex=f"b{index}"))
@@ -83,9 +83,11 @@ def test_a_grammar_that_takes_too_long_is_an_error_and_so_are_more_while_it_runs
 def test_as_many_are_kept_as_the_cache_has_room_for(monkeypatch):
     compiler = made(cache_size=2)
     compiled = []
-    whole = compiler_module.grammar_text
+    whole = guidance_backend.grammar_text
     monkeypatch.setattr(
-        compiler_module, "grammar_text", lambda params, special: compiled.append(params.regex) or whole(params, special)
+        guidance_backend,
+        "grammar_text",
+        lambda params, special: compiled.append(params.regex) or whole(params, special),
     )
     for regex in ("a", "b", "a", "c", "a", "b"):  # "b" went for "c": "a" was used after it
         compiler.compile(StructuredOutputsParams(regex=regex))

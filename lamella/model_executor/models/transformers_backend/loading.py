@@ -12,6 +12,7 @@ import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lamella.model_executor.models.transformers_backend.declared_layers import (
     declared_layers,
     declared_owners,
 )
+from lamella.model_executor.models.transformers_backend.declared_passes import refuse_other_passes
 from lamella.model_executor.models.transformers_backend.gguf_weights import refuse_other_reading, refuse_unread_metadata
 from lamella.model_executor.models.transformers_backend.model_weights import load_model
 from lamella.model_executor.models.transformers_backend.quantized_weights import prepare_quantization
@@ -40,6 +42,7 @@ from lamella.model_executor.models.transformers_backend.text_config import (
 )
 from lamella.model_executor.models.transformers_backend.text_model import TransformersModel
 from lamella.model_executor.models.transformers_backend.token_mixing import refuse_mixing
+from lamella.model_executor.models.typed_json import read_json_object
 from lamella.model_executor.weights.gguf_split import read_gguf_model
 from lamella.model_executor.weights.model_source import ModelSource
 
@@ -64,12 +67,21 @@ def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> C
     gguf = source.gguf_path
     place = gguf or source.folder / "config.json"
     header = None if gguf is None else read_gguf_model(gguf)
+    name = "the model"
+    try:
+        if header is None:  # what the file alone tells comes first: some classes of configs take seconds to import
+            fields = read_json_object(place)
+            name = fields.raw("model_type") or name
+            refuse_other_passes(fields.raw, fields.raw)
+    except ModelLoadError as error:
+        raise _not_run(place, name, error) from error
     config, text_config = read_configs(source.folder, header)
     name = text_config.model_type
     if header is not None:
         refuse_unread_metadata(header, text_config)
     try:
         refuse_without_class(config, text_config)
+        refuse_other_passes(partial(_field, config), partial(_field, text_config))
         prepare_quantization(config, text_config)
         declared = declared_layers(text_config)
         run_by = class_for(config, text_config)  # imports the model's code, so it comes after what is quicker
@@ -80,7 +92,7 @@ def check_model(source: ModelSource, end_token_ids: tuple[int, ...] | None) -> C
             if header is not None:
                 refuse_other_reading(header, text_config, recorded)
     except ModelLoadError as error:
-        raise ModelLoadError(f"{place}: {name} is not run by transformers' backend: {error}") from error
+        raise _not_run(place, name, error) from error
     return CheckedModel(source, served_config(text_config, place, end_token_ids), run_by, declared)
 
 
@@ -116,7 +128,7 @@ def load_checked(
         refuse_mixing(model, checked.config.vocab_size, device)
         runnable = TransformersModel(model, recorded, checked.config.max_position_embeddings)
     except ModelLoadError as error:
-        raise ModelLoadError(f"{checked.source.name}: {name} is not run by transformers' backend: {error}") from error
+        raise _not_run(checked.source.name, name, error) from error
     logger.info(
         "%s runs by transformers' %s on lamella's attention%s",
         checked.source.name,
@@ -124,6 +136,14 @@ def load_checked(
         "" if runnable.prunes else "; its layers compute every token of a step",
     )
     return runnable, specs, owners
+
+
+def _field(config: Any, name: str) -> Any:
+    return getattr(config, name, None)
+
+
+def _not_run(place: object, name: str, reason: ModelLoadError) -> ModelLoadError:
+    return ModelLoadError(f"{place}: {name} is not run by transformers' backend: {reason}")
 
 
 def _for_recording(run_by: RunBy) -> Any:
