@@ -278,6 +278,9 @@ class ReplicatedEngine:
         replicas = self._require_idle("counters")
         return list(replicas.each(lambda actor: actor.counters.remote(), 60.0))
 
+    def get_metrics(self) -> NoReturn:
+        raise RequestError("get_metrics with data_parallel_size above 1: each engine counts for itself; see counters()")
+
     @property
     def num_restarts(self) -> int:
         """How often a replica was lost and started again."""
