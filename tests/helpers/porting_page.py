@@ -89,7 +89,7 @@ SECTIONS = [
         "AsyncLLMEngine": "is `AsyncEngine` ([embedding.md](embedding.md))"}, {
         **dict.fromkeys(["ModelRegistry"], "models are those that lamella knows"),
         **dict.fromkeys(["__version_tuple__"], "`__version__` is a string"),
-        **dict.fromkeys(["initialize_ray_cluster"], "`distributed_executor_backend=\"ray\"` finds a cluster or starts one"),
+        "initialize_ray_cluster": "Ray is found or started where distributed_executor_backend names it",
         **dict.fromkeys(["PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput",
             "ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput",
             "PoolingParams"], NO_POOLING),
