@@ -18,7 +18,7 @@ def import_ray() -> Any:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ConfigError(
-            'distributed_executor_backend="ray" needs Ray, which is not installed: pip install "lamella[ray]"'
+            'distributed_executor_backend="ray" needs Ray, which is not installed: pip install "ray[data,serve]"'
         ) from error
 
 

@@ -82,14 +82,14 @@ class ReplicatedEngine:
         self.add_parsed(request_id, self.parse(prompt, params, lora_request), params)
 
     def parse(self, prompt: Any, params: SamplingParams, lora_request: LoRARequest | None = None) -> ParsedPrompt:
-        self._require_open()
+        self._open_replicas()
         if lora_request is not None:
             self.load_adapter(lora_request)
         return self._parser.parse(prompt, params)
 
     @in_turn
     def add_parsed(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams) -> None:
-        self._require_open()
+        self._open_replicas()
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r}: must be a string")
         if request_id in self._names:
@@ -131,7 +131,7 @@ class ReplicatedEngine:
 
     @in_turn
     def _abort(self, given: Iterable[str]) -> None:
-        self._require_open()
+        self._open_replicas()
         for request_id in given:
             name = self._names.pop(request_id, None)
             if name is None:
@@ -163,7 +163,7 @@ class ReplicatedEngine:
 
     @in_turn
     def _step(self) -> None:
-        replicas = self._require_open()
+        replicas = self._open_replicas()
         self._deal(replicas)
         self._give(replicas)
         try:
@@ -275,7 +275,7 @@ class ReplicatedEngine:
     @in_turn
     def counters(self) -> list[dict[str, int]]:
         """Each replica's own totals, such as num_prompt_tokens and num_cached_tokens; while no request runs."""
-        replicas = self._require_idle("counters")
+        replicas = self._idle_replicas("counters")
         return list(replicas.each(lambda actor: actor.counters.remote(), 60.0))
 
     def get_metrics(self) -> NoReturn:
@@ -284,11 +284,11 @@ class ReplicatedEngine:
     @property
     def num_restarts(self) -> int:
         """How often a replica was lost and started again."""
-        return self._require_open().num_restarts
+        return self._open_replicas().num_restarts
 
     @in_turn
     def reset_prefix_cache(self, **vllm_arguments: Any) -> bool:
-        replicas = self._require_idle("reset_prefix_cache")
+        replicas = self._idle_replicas("reset_prefix_cache")
         return all(replicas.each(lambda actor: actor.reset_prefix_cache.remote(), 60.0))
 
     def load_adapter(self, lora_request: Any) -> NoReturn:
@@ -330,13 +330,13 @@ class ReplicatedEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _require_open(self) -> Replicas:
+    def _open_replicas(self) -> Replicas:
         if self._replicas is None:
             raise EngineClosedError("the engine is closed: make a new one")
         return self._replicas
 
-    def _require_idle(self, name: str) -> Replicas:
-        replicas = self._require_open()
+    def _idle_replicas(self, name: str) -> Replicas:
+        replicas = self._open_replicas()
         if self._requests or any(self._aborted):
             raise RequestError(f"{name} while requests run: engines answer between batches; wait for them")
         return replicas
