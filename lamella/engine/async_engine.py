@@ -260,14 +260,21 @@ class AsyncEngine:
         return await self._call(self._engine.list_loras)
 
     async def pin_prefix(
-        self, prompt: Prompt, *, cache_salt: str | None = None, name: str | None = None
+        self,
+        prompt: Prompt,
+        *,
+        cache_salt: str | None = None,
+        name: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> PinnedPrefix:
         """`Engine.pin_prefix`, and compute the prompt now if it is not cached. Where that fails it is not pinned."""
-        pinned = await self._call(self._engine.pin_prefix, prompt, cache_salt=cache_salt, name=name)
+        pinned = await self._call(
+            self._engine.pin_prefix, prompt, cache_salt=cache_salt, name=name, lora_request=lora_request
+        )
         if pinned.is_cached:
             return pinned
         try:
-            await self._compute_prefix(prompt, cache_salt)
+            await self._compute_prefix(prompt, cache_salt, lora_request)
         except BaseException:
             if not self.is_closed:
                 await asyncio.shield(self._call(self._engine.unpin_prefix, pinned))
@@ -282,20 +289,29 @@ class AsyncEngine:
         """`Engine.pinned_prefixes`."""
         return await self._call(self._engine.pinned_prefixes)
 
-    async def save_prefix(self, path: str | Path, prompt: Prompt, *, cache_salt: str | None = None) -> PrefixFile:
+    async def save_prefix(
+        self,
+        path: str | Path,
+        prompt: Prompt,
+        *,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> PrefixFile:
         """Compute a prompt, as far as it is not cached, and write its KV to a file: see `Engine.save_prefix`."""
-        await self._compute_prefix(prompt, cache_salt)
-        return await self._call(self._engine.save_prefix, path, prompt, cache_salt=cache_salt)
+        await self._compute_prefix(prompt, cache_salt, lora_request)
+        return await self._call(
+            self._engine.save_prefix, path, prompt, cache_salt=cache_salt, lora_request=lora_request
+        )
 
-    async def load_prefix(self, path: str | Path) -> PrefixFile:
+    async def load_prefix(self, path: str | Path, *, lora_request: LoRARequest | None = None) -> PrefixFile:
         """`Engine.load_prefix`."""
-        return await self._call(self._engine.load_prefix, path)
+        return await self._call(self._engine.load_prefix, path, lora_request=lora_request)
 
-    async def _compute_prefix(self, prompt: Prompt, cache_salt: str | None) -> None:
+    async def _compute_prefix(self, prompt: Prompt, cache_salt: str | None, lora_request: LoRARequest | None) -> None:
         """Run a request with this prompt, whose end becomes a place to resume that goes after others."""
 
         def parse(params: SamplingParams) -> ParsedPrompt:
-            parsed = self._engine.parse_prefix(prompt, cache_salt)
+            parsed = self._engine.parse_prefix(prompt, cache_salt, lora_request)
             return dataclasses.replace(parsed, prefix_boundaries=(len(parsed.token_ids),))
 
         async for _ in self._stream(None, SamplingParams(temperature=0, max_tokens=1), parse):

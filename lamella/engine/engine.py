@@ -347,8 +347,9 @@ class Engine:
             suspects.append(scheduler.considered.request_id)
         if self._failures.suspects_all and not self._failures.groups:
             suspects = []
-        counts = {one: outputs.num_kept_of(one) for one in suspects or outputs.ids()}
-        known = {one: count for one, count in counts.items() if count is not None}
+        num_computed = scheduler.rows.num_computed_at
+        positions = {one: outputs.positions_of(one, num_computed) for one in suspects or outputs.ids()}
+        known = {one: position for one, position in positions.items() if position is not None}
         if is_to_be_raised or not known:
             self._recover(loaded)
             return False
@@ -368,8 +369,10 @@ class Engine:
 
     def _note_success(self, loaded: LoadedEngine) -> None:
         self._books = _Books.HALF_DONE
+        num_computed = loaded.scheduler.rows.num_computed_at
         self._failures = self._failures.after_step(
-            self._outputs.num_kept_of, max_num_tokens=loaded.scheduler.max_num_batched_tokens
+            lambda request_id: self._outputs.positions_of(request_id, num_computed),
+            max_num_tokens=loaded.scheduler.max_num_batched_tokens,
         )
         self._draw_conclusions(loaded)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -286,13 +286,25 @@ class OutputProcessor:
             lora_request=conversation.lora_request,
         )
 
-    def num_kept_of(self, request_id: str) -> tuple[int, ...] | None:
-        """How many tokens are kept of each of the request's samples, -1 where one has ended; None: it has ended."""
+    def positions_of(self, request_id: str, num_computed: Sequence[int]) -> tuple[int, ...] | None:
+        """How far each of the request's samples has come, in tokens that are computed, -1 where one has ended; None:
+        the request has ended. Of one that waits, what it has computed of its prompt alone does not count.
+
+        num_computed: by row."""
         conversation = self._conversations.get(request_id)
         if conversation is None:
             return None
-        kept = [sample.kept for sample in conversation.samples]
-        return tuple(num_tokens if reason is None else -1 for num_tokens, _, reason, _ in kept)
+        positions = []
+        for sample in conversation.samples:
+            num_tokens, _, finish_reason, _ = sample.kept
+            row = sample.request.row
+            if finish_reason is not None:
+                positions.append(-1)
+            elif row != NO_ROW:
+                positions.append(num_computed[row])
+            else:
+                positions.append(sample.request.num_prompt_tokens + num_tokens - 1 if num_tokens else 0)
+        return tuple(positions)
 
     def in_a_step(self) -> list[str]:
         """The ids of the requests that run, or that have ended with what is not kept yet. For a failed step, before it

@@ -1,7 +1,7 @@
 """What follows from steps that fail: how large the next may be, which requests run alone, which are to blame.
 
 A step that fails is undone and done again. Whether it is the same failure is judged by its *suspects*, the requests
-that were in it: as long as one of them has no more tokens than it had, a second failure is the same one.
+that were in it: as long as one of them is no further than it was, a second failure is the same one.
 
     calm ──failure──▶ watching ──a second one──▶ probing: half of the suspects run alone, then the others
       ▲                  │                          │
@@ -12,7 +12,7 @@ Memory that ran out is nobody's fault as long as the step can be smaller: it is 
 steps that succeed.
 
 Each failure either makes the next step smaller, or halves the suspects, or ends a request, and whoever passes a
-probation has got a token more. So there is no engine that fails for ever.
+probation is further than it was. So there is no engine that fails for ever.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FEWEST_GOOD_STEPS, MOST_GOOD_STEPS = 8, 512
 # What native allocators say in a RuntimeError: torch's of a CPU, C++'s, cuBLAS'.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
 
-# How many tokens each of a request's samples has; -1 stands for a sample that has ended.
-Counts = tuple[int, ...]
+# How many tokens of each of a request's samples are computed; -1 stands for a sample that has ended.
+Positions = tuple[int, ...]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -63,14 +63,14 @@ class StepFailures:
     """A value: what failed, and what follows from it.
 
     most_tokens: of the next steps; None: as many as ever.
-    watched: suspects that have got no further yet -> their tokens when the step failed.
+    watched: suspects that have got no further yet -> how far they were when the step failed.
     groups: the suspects that must still run alone, the group whose turn it is last. Empty: all run.
     guilty: requests that are to end, and with what error.
     suspects_all: a probation has found nobody, so the next has all requests as suspects.
     """
 
     most_tokens: int | None = None
-    watched: Mapping[str, Counts] = field(default_factory=dict)
+    watched: Mapping[str, Positions] = field(default_factory=dict)
     groups: tuple[tuple[str, ...], ...] = ()
     guilty: Mapping[str, StepFailedError] = field(default_factory=dict)
     suspects_all: bool = False
@@ -94,7 +94,7 @@ class StepFailures:
         return bool(self.watched)
 
     def after_failure(
-        self, error: Exception, suspects: Mapping[str, Counts], *, num_step_tokens: int, max_num_tokens: int
+        self, error: Exception, suspects: Mapping[str, Positions], *, num_step_tokens: int, max_num_tokens: int
     ) -> StepFailures:
         """num_step_tokens: that the failed step was to compute, as far as is known; max_num_tokens: that any step may
         compute."""
@@ -117,12 +117,12 @@ class StepFailures:
             has_blamed=False,
         )
 
-    def after_step(self, counts_of: Callable[[str], Counts | None], *, max_num_tokens: int) -> StepFailures:
-        """A step succeeded, or there was none to do. counts_of: the tokens of a request; None where it has ended."""
+    def after_step(self, positions_of: Callable[[str], Positions | None], *, max_num_tokens: int) -> StepFailures:
+        """A step succeeded, or there was none to do. positions_of: of a request; None where it has ended."""
         watched = {
             request_id: before
             for request_id, before in self.watched.items()
-            if not _has_got_on(before, counts_of(request_id))
+            if not _has_got_on(before, positions_of(request_id))
         }
         groups = tuple(left for group in self.groups if (left := tuple(one for one in group if one in watched)))
         noted = replace(self, watched=watched, groups=groups, num_alone_in_a_row=0)
@@ -153,7 +153,7 @@ class StepFailures:
             self,
             groups=tuple(others),
             guilty={**self.guilty, **guilty},
-            watched={request_id: counts for request_id, counts in self.watched.items() if request_id not in guilty},
+            watched={request_id: before for request_id, before in self.watched.items() if request_id not in guilty},
             num_tries_alone=0,
             num_alone_in_a_row=num_alone,
             has_blamed=True,
@@ -168,7 +168,7 @@ class StepFailures:
         failure.__cause__ = error
         return failure
 
-    def _with_smaller_steps(self, most_tokens: int, *, watched: Mapping[str, Counts]) -> StepFailures:
+    def _with_smaller_steps(self, most_tokens: int, *, watched: Mapping[str, Positions]) -> StepFailures:
         wanted = min(2 * self.num_good_wanted, MOST_GOOD_STEPS) if self.has_grown else self.num_good_wanted
         return replace(
             self,
@@ -199,8 +199,8 @@ def _halves(group: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     return tuple(half for half in (group[middle:], group[:middle]) if half)
 
 
-def _has_got_on(before: Counts, now: Counts | None) -> bool:
-    """Whether each sample has more tokens than before, or has ended."""
+def _has_got_on(before: Positions, now: Positions | None) -> bool:
+    """Whether each sample is further than before, or has ended."""
     if now is None or len(before) != len(now):
         return True
-    return all(count < 0 or count > earlier for earlier, count in zip(before, now, strict=True))
+    return all(position < 0 or position > earlier for earlier, position in zip(before, now, strict=True))

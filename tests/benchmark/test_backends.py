@@ -27,13 +27,15 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("backend", ["lamella", "transformers"])
+@pytest.mark.parametrize("backend", ["lamella", "async", "transformers"])
 def test_real_backends_generate_what_was_asked_for(folder, tmp_path, backend):
     engine_args = {"model": folder, "max_model_len": 128}
+    is_async, backend = backend == "async", backend.replace("async", "lamella")
     if backend == "lamella":
         engine_args["kv_cache_memory_bytes"] = 2**22
     args = ThroughputArgs(
         engine_args=engine_args, dataset=DATASET, num_prompts=5, n=2, backend=backend, hf_max_batch_size=2,
+        async_engine=is_async,
         output_json=str(tmp_path / "out.json"),
     )  # fmt: skip
     result = run_throughput(args)

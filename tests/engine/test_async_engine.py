@@ -337,15 +337,17 @@ class TestLeaving:
                 await anext(stream)
             with pytest.raises(RuntimeError, match="cancel that task"):
                 await stream.aclose()
-            steps.open()
+            steps.allow_one()
             await waiting
             return stream
 
         with fake_engine() as engine:
-            stream = run(main(engine, Steps(monkeypatch)))
+            steps = Steps(monkeypatch)
+            stream = run(main(engine, steps))
             with pytest.raises(RuntimeError, match="another event loop"):
                 run(anext(stream))
             del stream
+            steps.open()
             wait_until(lambda: engine.num_unfinished_requests == 0)
 
     def test_abort_gives_a_last_output_wherever_the_request_is(self):

@@ -102,7 +102,7 @@ class FakeRunner:
         self.device = SimpleNamespace(type="cpu")
         self.backend = SimpleNamespace(name="fake")
         self._executor, self._scheduler = simulation.executor, simulation.scheduler
-        self._fails_at = fails_at
+        self.fails_at = fails_at
         self._samples = np.zeros(0, dtype=np.int64)
         self.num_launches = 0
         self.num_copied_pages = 0
@@ -115,7 +115,7 @@ class FakeRunner:
         self.num_trims += 1
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        how = self._fails_at.get(self.num_launches)
+        how = self.fails_at.get(self.num_launches)
         self.num_launches += 1
         if how == "launch":
             raise RuntimeError("the launch fails")

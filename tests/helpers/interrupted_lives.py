@@ -276,12 +276,14 @@ class Life:
         return True
 
     def _armed(self):
-        """What watches or disturbs the next call. No more than one bomb goes off while suspects run alone, or they
-        might rightly be taken for guilty."""
+        """What watches or disturbs the next call. While suspects run alone, no more than one bomb goes off, and none
+        where a launch may fail by itself: they might rightly be taken for guilty."""
         if isinstance(self._tracer, Bombs):
+            runner = self.engine.inspect().runner
+            may_fail = any(launch >= runner.num_launches for launch in runner.fails_at)
             if not self.engine._failures.groups:
                 self._num_left = len(self._tracer.left)
-            elif len(self._tracer.left) < self._num_left:
+            elif may_fail or len(self._tracer.left) < self._num_left:
                 return nullcontext()
         return self._tracer or nullcontext()
 
