@@ -35,9 +35,12 @@ class Replica:
     return tells of an engine that hangs."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        self._engine = Engine(EngineConfig(**arguments))
+        self._arguments = arguments
 
     def state(self) -> ReplicaState:
+        """To be called first, and once: loads the engine, here and not above, as Ray hands over what a call raises, and
+        of what an actor's making raises no more than its text."""
+        self._engine = Engine(EngineConfig(**self._arguments))
         return ReplicaState(self._engine.max_model_len, os.getpid())
 
     def run(self, added: list[QueuedRequest], aborted: list[str], most_seconds: float) -> list[RequestOutput]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
