@@ -53,6 +53,14 @@ class EngineClosedError(LamellaError, RuntimeError):
     """The engine was used after `close()`."""
 
 
+class WorkerLostError(LamellaError, RuntimeError):
+    """A process that an engine computes with has ended, or does not answer. The engine has ended, too."""
+
+
+class ReplicaLostError(LamellaError, RuntimeError):
+    """One of several engines that share requests ended more often than it is started again."""
+
+
 class EngineCrashedError(EngineClosedError):
     """The thread of an AsyncEngine ended by an error. `__cause__` is that error."""
 

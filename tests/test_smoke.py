@@ -37,6 +37,7 @@ FLOORS = (
     "argument_checks",
     "errors",
 )
+BESIDE_ENGINE = ("distributed",)  # engines and their steps in several processes: of the engine's floor
 ABOVE = (
     "cli_options",
     "cli_prompts",
@@ -141,7 +142,7 @@ def module_level_imports(tree):
 
 def floor_of(module_name):
     name = module_name.split(".")[1] if "." in module_name else module_name
-    return "cli" if name in ABOVE else name
+    return "cli" if name in ABOVE else "engine" if name in BESIDE_ENGINE else name
 
 
 def test_everything_public_is_there():
@@ -176,6 +177,8 @@ def test_import_leaves_the_process_as_it_was():
         (errors.ModelLoadError, ValueError),
         (errors.RequestError, ValueError),
         (errors.EngineClosedError, RuntimeError),
+        (errors.WorkerLostError, RuntimeError),
+        (errors.ReplicaLostError, RuntimeError),
         (errors.ForkedProcessError, RuntimeError),
         (errors.InvariantError, AssertionError),
     ],

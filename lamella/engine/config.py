@@ -43,7 +43,11 @@ WHOLE_NUMBERS = {
     "max_cpu_loras": WholeRange(1, 2**16),
     "max_lora_rank": WholeRange(1, 2**16),
     "max_pinned_bytes": WholeRange(0, 2**50),
+    "tensor_parallel_size": WholeRange(1, 2**10),
+    "data_parallel_size": WholeRange(1, 2**14),
+    "distributed_timeout_seconds": WholeRange(1, 2**20),
 }
+EXECUTOR_BACKENDS = (None, "mp", "ray")
 MAX_CPU_LORAS = 16
 MAX_MODEL_LEN = WholeRange(-1, MOST_TOKENS, f'a whole number from 1 to {MOST_TOKENS}, or "auto" (or -1)')
 _FRACTIONS = ("kv_cache_memory_fraction", "gpu_memory_utilization")
@@ -120,6 +124,13 @@ class EngineConfig:
     max_lora_rank: largest rank of an adapter; None: any.
     speculative_config: draft tokens from texts that are there and verify several in a step, such as {"method":
         "suffix"} or {"method": "ngram", "num_speculative_tokens": 8}; None: do not. Outputs are the same.
+    tensor_parallel_size: workers that compute every layer together, each with its share of heads, MLP columns and
+        experts (docs/scaling.md). Memory for KV is each worker's own.
+    data_parallel_size: whole engines that share an LLM's requests, each with a model and a cache of its own.
+    distributed_executor_backend: what starts other processes: "mp" (on this machine) or "ray"; None: "mp" for
+        workers, "ray" for engines.
+    distributed_timeout_seconds: how long a worker that is there may let the others wait, in seconds.
+    ray_actor_options: what Ray is told of each process that it starts, such as {"num_cpus": 4} or {"num_gpus": 1}.
     cache_dir: folder for converted weights; None: the user's cache folder.
     check_invariants: check the KV bookkeeping after every step (slow; for tests and debugging).
     disable_log_stats: keep no metrics, and log no line of how fast it goes.
@@ -163,6 +174,11 @@ class EngineConfig:
     max_cpu_loras: int | None = None
     max_lora_rank: int | None = None
     speculative_config: Mapping[str, Any] | None = None
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+    distributed_timeout_seconds: int = 60
+    ray_actor_options: Mapping[str, Any] | None = None
     cache_dir: str | None = None
     check_invariants: bool = False
     disable_log_stats: bool = False
@@ -202,6 +218,13 @@ class EngineConfig:
         self._require_one_of("kv_cache_dtype", tuple(KV_CACHE_DTYPES))
         self._require_one_of("kv_split", KV_SPLITS)
         self._require_one_of("scheduling_policy", SCHEDULING_POLICIES)
+        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size == 1:  # vLLM's word for no other
+            self._set("distributed_executor_backend", None)
+        self._require_one_of("distributed_executor_backend", EXECUTOR_BACKENDS)
+        if not (self.ray_actor_options is None or isinstance(self.ray_actor_options, Mapping)):
+            raise ConfigError(
+                f"ray_actor_options={shown(self.ray_actor_options)}: give a mapping, such as {{'num_cpus': 4}}"
+            )
         self._check_device()
         for name, whole in WHOLE_NUMBERS.items():
             if getattr(self, name) is not None:

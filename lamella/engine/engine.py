@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from lamella.argument_checks import shown
+from lamella.distributed.start_workers import start_workers
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine_inspection import EngineInspection
 from lamella.engine.engine_view import EngineView, snapshot_of
@@ -26,8 +27,9 @@ from lamella.engine.model_opening import ServedConfig
 from lamella.engine.model_setup import LoadedEngine, load_engine
 from lamella.engine.output_processor import OutputProcessor
 from lamella.engine.outputs import RequestOutput
-from lamella.engine.prompts import ParsedPrompt, parse_prompt
-from lamella.engine.request_rules import RuleMaker, make_prompt_scores
+from lamella.engine.prompts import ParsedPrompt
+from lamella.engine.request_parser import RequestParser, drawn_seed
+from lamella.engine.request_rules import make_prompt_scores
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.saved_prefixes import (
     PrefixFile,
@@ -42,9 +44,6 @@ from lamella.engine.scheduling.request import NO_ADAPTER, Request
 from lamella.engine.scheduling.request_rows import RunningTokens, require_fitting
 from lamella.engine.scheduling.scheduler_counters import DraftCounters
 from lamella.engine.step_failures import CALM, forget_frames, is_out_of_memory
-from lamella.engine.structured.compiler import GrammarCompiler
-from lamella.engine.structured.config import StructuredOutputsConfig
-from lamella.engine.structured.params import StructuredOutputsParams
 from lamella.engine.turns import Turns, in_turn
 from lamella.engine.vllm_keywords import refuse_foreign
 from lamella.engine.vllm_request_arguments import (
@@ -60,6 +59,7 @@ from lamella.errors import (
     InvariantError,
     PrefixFileError,
     RequestError,
+    WorkerLostError,
 )
 from lamella.kv_cache import invariants
 from lamella.kv_cache.counters import GroupUsage, KVCacheCounters
@@ -124,6 +124,8 @@ class Engine:
         if config is not None and engine_arguments:
             raise TypeError("give either a config or engine arguments, not both")
         FORK_GUARD.check()
+        if engine_arguments.get("data_parallel_size", 1) != 1 or getattr(config, "data_parallel_size", 1) != 1:
+            raise ConfigError("data_parallel_size is of whole engines, and this is one: give it to LLM")
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(
                 f"config={shown(config)} is a {type(config).__name__}; give an EngineConfig, or Engine(model=...)"
@@ -137,15 +139,8 @@ class Engine:
         self.config = dataclasses.replace(self.config, max_model_len=self._loaded.pool.max_model_len)
         self.max_model_len = self._loaded.pool.max_model_len
         self._outputs = OutputProcessor(self._loaded.tokenizer)
-        self._grammars = GrammarCompiler(
-            self._loaded.tokenizer,
-            self._loaded.model_config.vocab_size,
-            self._loaded.model_config.eos_token_ids,
-            StructuredOutputsConfig.of(self.config.structured_outputs_config),
-        )
+        self._parser = RequestParser(self.config, self._loaded.tokenizer, self._loaded.model_config, self.max_model_len)
         self._num_arrived = 0
-        served = self._loaded.model_config
-        self._rules = RuleMaker(self._loaded.tokenizer, served.vocab_size, served.eos_token_ids)
         self._ties: PrefixTies | None = None  # of saved prefixes, made when they are first asked for
         # Steps in flight, oldest first. Between calls of `step` there is one at most.
         self._launched: deque[LaunchedStep] = deque()
@@ -194,31 +189,9 @@ class Engine:
 
     def parse(self, prompt: Any, params: SamplingParams, lora_request: LoRARequest | None = None) -> ParsedPrompt:
         """Check a prompt and its parameters against this model, without queueing anything. An adapter is loaded."""
-        loaded = self._require_open()
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params is {type(params).__name__}: must be a SamplingParams")
-        vocab_size = loaded.model_config.vocab_size
-        for name in ("logprobs", "prompt_logprobs"):
-            num_top = getattr(params, name)
-            if num_top is not None and num_top > vocab_size:
-                raise RequestError(f"{name}={num_top}: the vocabulary has only {vocab_size} tokens; -1 is all of them")
-        rules = self._rules.make(params)
-        parsed = parse_prompt(prompt, loaded.tokenizer, vocab_size=vocab_size, max_model_len=self.max_model_len)
-        room = self.max_model_len - len(parsed.token_ids)
-        if params.min_tokens > room:
-            raise RequestError(
-                f"min_tokens={params.min_tokens}: a prompt of {len(parsed.token_ids)} tokens leaves room for {room} "
-                f"within max_model_len={self.max_model_len}"
-            )
-        if (params.prompt_logprob_start or 0) >= len(parsed.token_ids):
-            raise RequestError(
-                f"prompt_logprob_start={params.prompt_logprob_start}: the prompt has only {len(parsed.token_ids)} "
-                f"tokens; give at most {len(parsed.token_ids) - 1}"
-            )
-        form = StructuredOutputsParams.of(params.structured_outputs)
-        new_grammar = None if form is None else self._grammars.compile(form)
-        adapter = None if lora_request is None else self.load_adapter(lora_request)
-        return dataclasses.replace(parsed, rules=rules, new_grammar=new_grammar, adapter=adapter)
+        self._require_open()
+        parsed = self._parser.parse(prompt, params)
+        return parsed if lora_request is None else dataclasses.replace(parsed, adapter=self.load_adapter(lora_request))
 
     @in_turn
     def add_parsed(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams) -> None:
@@ -354,6 +327,9 @@ class Engine:
                 invariants.check(loaded.manager, loaded.scheduler.num_computed())
             self._books = _Books.SETTLED
             self._view.step_ends(loaded)
+        except WorkerLostError:
+            self._close()
+            raise
         except Exception as error:
             if not self._contain(loaded, error):
                 raise
@@ -729,6 +705,11 @@ class Engine:
         return dataclasses.replace(parsed, cache_salt=salt)
 
     def _prefix_ties(self, loaded: LoadedEngine) -> PrefixTies:
+        if loaded.workers is not None:
+            raise RequestError(
+                f"tensor_parallel_size={loaded.workers.num_workers}: each worker has the KV of its heads, and files "
+                "of prefixes hold that of all; use 1"
+            )
         if self._ties is None:
             self._ties = prefix_ties(self.config, loaded)
         return self._ties
@@ -782,7 +763,7 @@ class Engine:
 
     def _load(self, shows_progress: bool) -> LoadedEngine:
         try:
-            return load_engine(self.config, shows_progress=shows_progress)
+            return load_engine(self.config, shows_progress=shows_progress, start_workers=start_workers)
         except MemoryError as error:
             raise CapacityError(
                 f"memory ended while tables were made for max_num_seqs={self.config.max_num_seqs}, "
@@ -807,4 +788,4 @@ class Engine:
 
     def _draw_seed(self) -> int:
         """A seed for a request that gives none: depends on the engine's seed and the order of arrival."""
-        return (self.config.seed * 0x9E3779B97F4A7C15 + self._num_arrived * 0xD1B54A32D192ED03 + 1) % 2**64
+        return drawn_seed(self.config.seed, self._num_arrived)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from tqdm.auto import tqdm
 
 from lamella.argument_checks import shown, truth_value
+from lamella.distributed.open_engine import open_engine
 from lamella.engine.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from lamella.engine.chat_prompts import Message, chat_prompts, split_conversations
 from lamella.engine.config import EngineConfig
@@ -76,7 +77,8 @@ class LLM:
     def __init__(self, model: str, *, use_tqdm_on_load: bool = True, **engine_arguments: Any) -> None:
         # Offline the order is ours to choose; outputs come back in the order of the prompts either way.
         engine_arguments.setdefault("scheduling_policy", "prefix")
-        self.engine = Engine(EngineConfig(model=model, **engine_arguments), shows_progress=use_tqdm_on_load)
+        config = EngineConfig(model=model, **engine_arguments)
+        self.engine: Engine = open_engine(config, shows_progress=use_tqdm_on_load)
         self._runs = OfflineRuns(self.engine)
         self._turns = Turns()
 

@@ -185,21 +185,28 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Give the step to the device. Tokens that `plan.token_sources` names are samples of the step launched
         before."""
-        clock, start = self.clock, time.monotonic()
+        hidden = self.compute(plan)
+        computed = time.monotonic()
+        launched = self._sample(hidden, plan)
+        if self.clock is not None:
+            self.clock.sampling += time.monotonic() - computed
+        self._last_token_ids = launched.token_ids
+        return launched
+
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan) -> torch.Tensor:
+        """The step without its sampling: hidden states [S, width] of the tokens that leave the last layer."""
+        start = time.monotonic()
         self._copy_pages(plan)
         copied = time.monotonic()
         # Graphs were captured with the rotary embedding of short texts, and without adapters.
         graphs = None if plan.is_long_text is not None or plan.adapter_ids is not None else self.graphs
         size = None if graphs is None else graphs.size_for(plan)
         hidden = self._run_eager(plan) if size is None else self._run_graph(plan, size)
-        computed = time.monotonic()
-        launched = self._sample(hidden, plan)
-        if clock is not None:
-            clock.copies += copied - start
-            clock.layers += computed - copied
-            clock.sampling += time.monotonic() - computed
-        self._last_token_ids = launched.token_ids
-        return launched
+        if self.clock is not None:
+            self.clock.copies += copied - start
+            self.clock.layers += time.monotonic() - copied
+        return hidden
 
     def _sample(self, hidden: torch.Tensor, plan: StepPlan) -> LaunchedStep:
         if plan.scored is not None:

@@ -45,6 +45,9 @@ WHOLE_ENGINE = (
     "max_cpu_loras",
     "max_lora_rank",
     "max_pinned_bytes",
+    "tensor_parallel_size",
+    "data_parallel_size",
+    "distributed_timeout_seconds",
 )
 FRACTIONS = ("kv_cache_memory_fraction", "gpu_memory_utilization")
 
@@ -221,7 +224,7 @@ def test_more_kv_memory_than_there_is_is_refused_before_tables_are_made(folder):
 
 
 def test_memory_that_ends_at_start_up_is_a_capacity_error(folder, monkeypatch):
-    def end(config, *, shows_progress):
+    def end(config, *, shows_progress, start_workers):
         raise MemoryError("no 8 GiB")
 
     monkeypatch.setattr("lamella.engine.engine.load_engine", end)

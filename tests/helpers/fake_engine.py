@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -177,7 +177,7 @@ class FakeRunner:
 def fake_models(specs, fails_at: dict[int, str] | None = None, **arguments):
     """Engines made in it have that model. arguments: Simulation's."""
 
-    def load(config: EngineConfig, *, shows_progress: bool) -> LoadedEngine:
+    def load(config: EngineConfig, *, shows_progress: bool, start_workers: Any) -> LoadedEngine:
         simulation = Simulation(specs, **arguments)
         return LoadedEngine(
             tokenizer=FakeTokenizer(),

@@ -35,7 +35,7 @@ SURFACE = json.loads((ROOT / "tests" / "fixtures" / "vllm_surface.json").read_te
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 NO_POOLING = "lamella generates only: there is no pooling, embedding, ranking or classification"
-NO_WORKERS = "there are no worker processes: the model runs in the caller's"
+NO_WORKERS = "workers take plans of steps and nothing else: call the LLM or its engine"
 NO_ASYNC_CALLS = "call `generate` with all prompts, or use an `AsyncEngine`"
 
 
@@ -89,7 +89,7 @@ SECTIONS = [
         "AsyncLLMEngine": "is `AsyncEngine` ([embedding.md](embedding.md))"}, {
         **dict.fromkeys(["ModelRegistry"], "models are those that lamella knows"),
         **dict.fromkeys(["__version_tuple__"], "`__version__` is a string"),
-        **dict.fromkeys(["initialize_ray_cluster"], NO_WORKERS),
+        "initialize_ray_cluster": "Ray is found or started where distributed_executor_backend names it",
         **dict.fromkeys(["PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput",
             "ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput",
             "PoolingParams"], NO_POOLING),

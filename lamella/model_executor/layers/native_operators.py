@@ -23,6 +23,7 @@ from lamella.model_executor.layers.linear_kinds import LinearKind
 from lamella.model_executor.layers.native_adapters import NativeAdapter, native_adapters
 from lamella.model_executor.layers.native_mlp import gate_of, native_experts, native_mlp
 from lamella.model_executor.layers.textbook import finish_layer
+from lamella.model_executor.layers.worker_sum import ONE_WORKER, WorkerSum
 from lamella.model_executor.models.config import GateConfig, MLPConfig, RotaryConfig
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
 from lamella.model_executor.weights.forms import WeightForm
@@ -39,7 +40,9 @@ from lamella.native.mlp import clamped_activation
 class NativeOperators:
     name = "native"
 
-    def __init__(self, kind: LinearKind) -> None:
+    def __init__(self, kind: LinearKind, workers: WorkerSum = ONE_WORKER) -> None:
+        """workers: with several, the biases of sums are the first one's (`Worker.adds_biases_in_products`)."""
+        self.workers = workers
         self._kind = kind
         # (name of the projection, first output, last output + 1) -> the layer of these outputs.
         self._linears: dict[tuple[str, int, int], LinearLayer] = {}
@@ -63,7 +66,7 @@ class NativeOperators:
             self._add(qkv_proj, 0, num_query)
             if num_query < qkv_proj.num_out:
                 self._add(qkv_proj, num_query, qkv_proj.num_out)
-            if _reason_against_one_tail(layer, next_norm) is None:
+            if self._reason_against_one_tail(layer, next_norm) is None:
                 self._tails[layer.index] = LayerTail(
                     self._add(attention.o_proj, 0, attention.o_proj.num_out),
                     native_mlp(layer.mlp, self._add),
@@ -97,7 +100,12 @@ class NativeOperators:
             return "V is normed"
         if config.query_scale is not None:
             return "queries are scaled by their positions"
-        return _reason_against_one_tail(layer, None)
+        return self._reason_against_one_tail(layer, None)
+
+    def _reason_against_one_tail(self, layer: DecoderLayer, next_norm: Norm | None) -> str | None:
+        if self.workers.num_workers > 1:
+            return "its outputs are summed over workers"
+        return _reason_against_one_tail(layer, next_norm)
 
     def adapter(self, updates: Mapping[str, LowRankUpdate], device: torch.device) -> Adapter:
         return NativeAdapter(updates, self._layers)
