@@ -191,8 +191,9 @@ def test_a_worker_that_is_killed_at_any_moment(tiny: Path, seed: int, executor: 
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_ends_its_engine(tiny: Path) -> None:
+    before = children_of(os.getpid())
     with LLM(str(tiny), tensor_parallel_size=2, distributed_timeout_seconds=1, **ARGUMENTS) as llm:
-        (worker,) = children_of(os.getpid())
+        (worker,) = children_of(os.getpid()) - before
         assert end_in_mid_batch(llm, worker, signal.SIGSTOP, 0.2) < 20
 
 
