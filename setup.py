@@ -55,6 +55,7 @@ TEST = [
     *XFORMERS,
     *PARQUET,
     *XGRAMMAR,
+    *RAY,
     *SERVE,
     "httpx",
     "hypothesis",
