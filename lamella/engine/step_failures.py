@@ -20,6 +20,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -35,8 +36,16 @@ FEWEST_GOOD_STEPS, MOST_GOOD_STEPS = 8, 512
 # What native allocators say in a RuntimeError: torch's of a CPU, C++'s, cuBLAS'.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
 
-# How many tokens of each of a request's samples are computed; -1 stands for a sample that has ended.
-Positions = tuple[int, ...]
+
+class Position(NamedTuple):
+    """How far a sample is: tokens that are computed, of prompt and output, and tokens of its output."""
+
+    num_computed: int
+    num_output: int
+
+
+ENDED = Position(-1, -1)
+Positions = tuple[Position, ...]  # of each of a request's samples
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -106,8 +115,8 @@ class StepFailures:
             return noted._with_smaller_steps(smaller, watched={**self.watched, **suspects})
         if self.groups:
             return noted._after_failure_alone(error)
-        if not self.watched:
-            return replace(noted, watched=dict(suspects))
+        if self.watched.keys().isdisjoint(suspects):
+            return replace(noted, watched={**self.watched, **suspects})
         return replace(
             noted,
             watched=dict(suspects),
@@ -122,7 +131,7 @@ class StepFailures:
         watched = {
             request_id: before
             for request_id, before in self.watched.items()
-            if not _has_got_on(before, positions_of(request_id))
+            if not _has_got_on(before, positions_of(request_id), needs_tokens=bool(self.groups))
         }
         groups = tuple(left for group in self.groups if (left := tuple(one for one in group if one in watched)))
         noted = replace(self, watched=watched, groups=groups, num_alone_in_a_row=0)
@@ -199,8 +208,15 @@ def _halves(group: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     return tuple(half for half in (group[middle:], group[:middle]) if half)
 
 
-def _has_got_on(before: Positions, now: Positions | None) -> bool:
-    """Whether each sample is further than before, or has ended."""
+def _has_got_on(before: Positions, now: Positions | None, *, needs_tokens: bool) -> bool:
+    """Whether each sample is further than before, or has ended. needs_tokens: further are only those that have got a
+    token: how a prompt is cut into chunks may differ when it is computed again."""
     if now is None or len(before) != len(now):
         return True
-    return all(position < 0 or position > earlier for earlier, position in zip(before, now, strict=True))
+    for earlier, position in zip(before, now, strict=True):
+        is_further = position.num_output > earlier.num_output or (
+            not needs_tokens and position.num_computed > earlier.num_computed
+        )
+        if position != ENDED and not is_further:
+            return False
+    return True
