@@ -28,6 +28,14 @@ class RequestError(LamellaError, ValueError):
     """A request that is refused; other requests are not touched."""
 
 
+class RequestFailedError(LamellaError, RuntimeError):
+    """A request that failed alone while it ran; other requests are not touched."""
+
+
+class InterruptedRequestError(LamellaError, RuntimeError):
+    """A request that Ctrl-C ended before it had finished."""
+
+
 class UnsupportedArgumentError(ConfigError, RequestError):
     """An argument of vLLM's that lamella does not have, with a value that asks for something. It is one class for
     engines and requests, so that a script that is being ported need not tell them apart."""
@@ -43,6 +51,10 @@ class StepFailedError(LamellaError, RuntimeError):
 
 class EngineClosedError(LamellaError, RuntimeError):
     """The engine was used after `close()`."""
+
+
+class EngineCrashedError(EngineClosedError):
+    """The thread of an AsyncEngine ended by an error. `__cause__` is that error."""
 
 
 class ForkedProcessError(LamellaError, RuntimeError):

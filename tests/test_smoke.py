@@ -22,9 +22,11 @@ PACKAGE = Path(lamella.__file__).parent
 FLOORS = (
     "cli",
     "planner",
+    "batch_files",
     "benchmark",
     "integrations",
     "engine",
+    "observability",
     "model_executor",
     "attention",
     "kv_cache",
@@ -35,7 +37,18 @@ FLOORS = (
     "argument_checks",
     "errors",
 )
-ABOVE = ("cli_options", "cli_prompts", "__main__", "sampling_params", "lora", "inputs", "outputs")  # with cli, on top
+ABOVE = (
+    "cli_options",
+    "cli_prompts",
+    "cli_chat",
+    "cli_models",
+    "__main__",
+    "sampling_params",
+    "lora",
+    "inputs",
+    "outputs",
+    "metrics",
+)  # with cli, on top
 
 # What scheduling may import, besides itself. Of the cache, that is its boundary, and what passes it.
 SCHEDULING_NEEDS = {

@@ -54,6 +54,7 @@ _TRUTH_VALUES = (
     "enforce_eager",
     "check_invariants",
     "enable_lora",
+    "disable_log_stats",
     "async_scheduling",
 )
 
@@ -121,6 +122,9 @@ class EngineConfig:
         "suffix"} or {"method": "ngram", "num_speculative_tokens": 8}; None: do not. Outputs are the same.
     cache_dir: folder for converted weights; None: the user's cache folder.
     check_invariants: check the KV bookkeeping after every step (slow; for tests and debugging).
+    disable_log_stats: keep no metrics, and log no line of how fast it goes.
+    profile: file to write a trace of steps, requests and KV memory to, for Perfetto and `lamella trace-picture`; None:
+        none.
     """
 
     model: str
@@ -161,6 +165,8 @@ class EngineConfig:
     speculative_config: Mapping[str, Any] | None = None
     cache_dir: str | None = None
     check_invariants: bool = False
+    disable_log_stats: bool = False
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -178,7 +184,7 @@ class EngineConfig:
 
     def _check_values(self) -> None:
         """Bring every field to its own type and check its range, or refuse it."""
-        for name in ("model", "tokenizer", "cache_dir"):
+        for name in ("model", "tokenizer", "cache_dir", "profile"):
             value = getattr(self, name)
             if value is not None or name == "model":
                 self._set(name, path_text(name, value, ConfigError))

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from lamella.argument_checks import shown
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine_inspection import EngineInspection
+from lamella.engine.engine_view import EngineView, snapshot_of
 from lamella.engine.held_interrupts import HeldInterrupts
 from lamella.engine.loaded_adapters import LoadedAdapter, LoadedAdapters
 from lamella.engine.logits_processors import logits_functions
@@ -69,6 +70,9 @@ from lamella.model_executor.prefix_file import PrefixTies, SavedPrefix
 from lamella.model_executor.runner import LaunchedStep
 from lamella.model_executor.text.tokenizer import Tokenizer
 from lamella.native.fork_guard import FORK_GUARD
+from lamella.observability.engine_snapshot import EngineSnapshot
+from lamella.observability.metric_values import Metric
+from lamella.output_path import check_output_path
 
 Result = TypeVar("Result")
 
@@ -127,6 +131,7 @@ class Engine:
         started = time.monotonic()
         self._turns = Turns()
         self.config = config if config is not None else EngineConfig(**engine_arguments)
+        check_output_path("profile", self.config.profile)
         FORK_GUARD.arm()  # torch has threads even where no native kernels are loaded
         self._loaded: LoadedEngine | None = self._load(shows_progress)
         self.config = dataclasses.replace(self.config, max_model_len=self._loaded.pool.max_model_len)
@@ -151,7 +156,10 @@ class Engine:
         wants_async = self.config.async_scheduling
         by_default = self._loaded.runner.device.type == "cuda" and self.config.speculation is None
         self.is_async = by_default if wants_async is None else wants_async
+        self._view = EngineView(self.config, self._loaded, self._snapshot)
         self.load_seconds = time.monotonic() - started
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("loaded in %.1f s\n%s", self.load_seconds, self.kv_cache_report())
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, **vllm_arguments: Any) -> Engine:
@@ -265,6 +273,7 @@ class Engine:
             self._num_arrived = num_arrived + 1
             self._outputs.add(conversation)
             self._books = _Books.SETTLED
+            self._view.arrived(requests, params)
         except BaseException:
             if request_id not in self._outputs:
                 self._num_arrived = num_arrived
@@ -287,6 +296,7 @@ class Engine:
             ended = self._outputs.abort([one for one in given if one in self._outputs])
             for request in ended:
                 loaded.scheduler.finish(request, "abort")
+            self._view.ended(self._outputs.ended)
             self._drop_moot_steps(loaded)
             self._books = _Books.SETTLED
         except BaseException:
@@ -331,6 +341,7 @@ class Engine:
         loaded = self._require_settled()
         if self._outputs.has_outputs:
             return  # an earlier step was done, and interrupted before its outputs were returned
+        self._view.step_begins()
         try:
             if self._launched or self._launch(loaded):
                 if self.is_async and not self._failures.is_watching:
@@ -342,6 +353,7 @@ class Engine:
             if self.config.check_invariants:
                 invariants.check(loaded.manager, loaded.scheduler.num_computed())
             self._books = _Books.SETTLED
+            self._view.step_ends(loaded)
         except Exception as error:
             if not self._contain(loaded, error):
                 raise
@@ -396,6 +408,7 @@ class Engine:
             for request in self._outputs.fail(guilty):
                 logger.error("%s", request.stop_reason)
                 scheduler.finish(request, "error", request.stop_reason)
+            self._view.ended(self._outputs.ended)
         if failures.guilty:
             self._failures = failures.without_guilty()
         scheduler.limit(failures.most_tokens)
@@ -405,20 +418,26 @@ class Engine:
         """Plan and launch a step; False if there is none to launch now."""
         self._books = _Books.HALF_DONE
         plan = loaded.scheduler.schedule()
+        self._view.planned(loaded)
         if plan is None:
             return False
         self._books = _Books.PLANNED
         self._launched.append(loaded.runner.launch(plan))
+        self._view.launched(plan)
         return True
 
     def _process(self, loaded: LoadedEngine) -> None:
         """Wait for the oldest launched step and take in what it computed."""
         self._books = _Books.PLANNED
         result = self._launched[0].result()
+        self._view.part_ends("wait")
         self._books = _Books.HALF_DONE
         self._launched.popleft()
-        for request, stop_string, num_dropped in self._outputs.process(loaded.scheduler.update(result)):
+        new_tokens = loaded.scheduler.update(result)
+        self._view.part_ends("update")
+        for request, stop_string, num_dropped in self._outputs.process(new_tokens):
             loaded.scheduler.finish(request, "stop", stop_string, num_dropped_tokens=num_dropped)
+        self._view.processed(new_tokens, self._outputs.ended)
 
     def _drop_moot_steps(self, loaded: LoadedEngine) -> None:
         """When no request is left, nobody wants what the steps in flight compute: wait for them, so that their memory
@@ -449,6 +468,7 @@ class Engine:
         self._books = _Books.HALF_DONE
         self._draw_conclusions(loaded)
         self._books = _Books.SETTLED
+        self._view.recovered()
 
     def _drain(self) -> None:
         """Wait until the steps in flight are over, then drop them: as long as they run they write to pages."""
@@ -514,6 +534,12 @@ class Engine:
         return self._loaded is None
 
     @property
+    def is_called_here(self) -> bool:
+        """Whether this thread is inside of a call of the engine, as a finalizer that Python runs then may be: that must
+        not call it again."""
+        return self._turns.is_mine
+
+    @property
     def model_config(self) -> ServedConfig:
         return self._require_open().model_config
 
@@ -558,6 +584,21 @@ class Engine:
             drafts=loaded.scheduler.draft_counters(),
             num_failed_steps=self._num_failed_steps,
         )
+
+    @in_turn
+    def _snapshot(self) -> EngineSnapshot:
+        return snapshot_of(self._require_open())
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics, as vLLM's `LLM.get_metrics` returns them: a list of Counter, Gauge, Histogram and Vector, of
+        `lamella.metrics`. Any thread may ask. Raises LamellaError where disable_log_stats=True keeps none."""
+        self._require_open()
+        return self._view.metrics.values()
+
+    def metrics_text(self) -> str:
+        """All metrics in Prometheus' text form, for a server to answer /metrics with. Raises as `get_metrics`."""
+        self._require_open()
+        return self._view.metrics.text()
 
     @in_turn
     def running_tokens(self) -> RunningTokens:
@@ -726,6 +767,8 @@ class Engine:
         self._launched.clear()
         self._outputs.clear()
         self._books = _Books.SETTLED
+        if loaded is not None:
+            self._view.close()
         if loaded is not None:
             loaded.let_go()  # the traceback of a failed step keeps `loaded` alive, but must not keep its memory
 

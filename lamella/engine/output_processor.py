@@ -105,8 +105,16 @@ class Stopped(NamedTuple):
     num_dropped_tokens: int
 
 
+class EndedSample(NamedTuple):
+    """A sample that has ended, and how many tokens it got."""
+
+    request: Request
+    num_output_tokens: int
+
+
 class OutputProcessor:
-    """num_kept_tokens: how many generated tokens of all requests have been kept since the start."""
+    """num_kept_tokens: how many generated tokens of all requests have been kept since the start. ended: the samples
+    that the last call of `process`, `abort` or `fail` ended."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -116,6 +124,7 @@ class OutputProcessor:
         self._finding: _Finding | None = None
         self._is_open = False  # whether something may have changed that is not kept yet
         self.num_kept_tokens = 0
+        self.ended: list[EndedSample] = []
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._conversations
@@ -158,6 +167,10 @@ class OutputProcessor:
             self._last_stops = StopStrings(params.stop)
         return self._last_stops
 
+    def _ended(self, request: Request) -> EndedSample:
+        sample = self._conversations[request.request_id].samples[request.sample_index]
+        return EndedSample(request, len(sample.token_ids))
+
     def requests_of(self, request_id: str) -> list[Request]:
         return self._conversations[request_id].requests
 
@@ -198,7 +211,10 @@ class OutputProcessor:
             (sample.detokenizer or self._detokenizer(conversation, sample)).finish()
             samples.append(sample)
             touched[request.request_id] = conversation
+        ended = dict.fromkeys((*new_tokens.ended, *new_tokens.failed, *(one.request for one in stopped)))
+        found = [self._ended(request) for request in ended]
         self._keep(samples, touched.values(), len(new_tokens.token_ids) - num_dropped)
+        self.ended = found
         return stopped
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
@@ -212,7 +228,9 @@ class OutputProcessor:
             (sample.detokenizer or self._detokenizer(conversation, sample)).finish()
         for request in ended:
             request.finish_reason, request.stop_reason = "abort", None
+        found = [self._ended(request) for request in ended]
         self._keep([sample for _, sample in samples], touched, 0)
+        self.ended = found
         return ended
 
     def fail(self, errors: Mapping[str, LamellaError]) -> list[Request]:
@@ -237,8 +255,10 @@ class OutputProcessor:
                 output = self._bare_output(conversation)
             outputs.append(dataclasses.replace(output, error=error))
             samples += conversation.samples
+        found = [self._ended(request) for request in ended]
         self._finding = _Finding(samples, list(errors), outputs, self.num_kept_tokens)
         self._finish_finding()
+        self.ended = found
         return ended
 
     def _bare_output(self, conversation: Conversation) -> RequestOutput:

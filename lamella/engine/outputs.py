@@ -86,6 +86,7 @@ class RequestOutput:
     prompt_logprobs: per token of the prompt, the asked-for top tokens and the token itself by token id, None for the
         first token and those before prompt_logprob_start; with RequestOutputKind.DELTA in the first output alone. None
         unless asked for.
+    index: place of the prompt among those given to `generate`, `chat` or `stream`, from 0; None: an engine made it.
     error: why there is no whole answer: the request was refused, then outputs is empty, or it failed on the way, then
         outputs hold what came of it. None for every other request.
     """
@@ -101,6 +102,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     lora_request: LoRARequest | None = None
     error: LamellaError | None = None
+    index: int | None = None
 
     prompt_token_id_logprobs: ClassVar[None] = None
     encoder_prompt: ClassVar[None] = None

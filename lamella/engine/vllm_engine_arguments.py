@@ -335,8 +335,7 @@ ENGINE_ARGUMENTS: Foreign = {
         return_sampling_mask=(False,),
     ),
     **absent(
-        "Engine.stats() and RequestOutput.metrics are always kept; logging is the standard library's",
-        disable_log_stats=ANY,
+        "Engine.stats() and RequestOutput.metrics are always kept; logging is the standard library's; `profile` traces",
         aggregate_engine_logging=(False,),
         logging_config=(),
         log_level=(),

@@ -158,12 +158,12 @@ def test_the_ratio_is_bounded(value):
 @pytest.mark.parametrize(
     "name",
     ["enable_prefix_caching", "disable_hybrid_kv_cache", "windowed_replay", "enforce_eager", "check_invariants",
-     "async_scheduling"],
+     "async_scheduling", "enable_lora", "disable_log_stats"],
 )  # fmt: skip
 def test_truth_values_are_truth_values(name):
     of_that_type = {f.name for f in dataclasses.fields(EngineConfig) if "bool" in f.type}
     assert name in of_that_type
-    assert len(of_that_type) == 7
+    assert len(of_that_type) == 8
     for value in ("no", "", 0, 1, [], np.ones(2)):
         with pytest.raises(ConfigError, match=f"^{name}=.*True or False"):
             EngineConfig("m", **{name: value})

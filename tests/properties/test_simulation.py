@@ -105,7 +105,7 @@ def _keeps_tokens_that_are_not_kept(original, self, *, restores):
 
 
 def _does_not_recover(original, self, loaded):
-    self._launched.clear()
+    vars(self)["_launched"].clear()
 
 
 FAULTS = {

@@ -162,6 +162,12 @@ class Scheduler:
         """Rows of the last planned step, int64 [num_requests], in the plan's order. Not to be written."""
         return self._scheduled
 
+    @property
+    def running_rows(self) -> np.ndarray | None:
+        """The rows that run, int64, oldest request first: the same array as long as none comes or goes. None: not
+        gathered since one did."""
+        return self._running_array
+
     def counters(self) -> SchedulerCounters:
         return SchedulerCounters(
             self._admissions.num_prompt_tokens,

@@ -125,7 +125,8 @@ class XGrammarState:
         if not mask.any():
             self._error = "no token may come"
             return None
-        return mask[0].view(np.uint32)
+        words: np.ndarray[Any, Any] = mask[0].view(np.uint32)
+        return words
 
     def num_allowed(self, token_ids: list[int]) -> int:
         num_allowed = self._accept(token_ids)

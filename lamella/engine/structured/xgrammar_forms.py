@@ -52,7 +52,7 @@ def checked_schema(schema: Any, *, closes_objects: bool = False) -> Any:
     if not isinstance(schema, Mapping):
         raise ValueError(f"a schema is {shown(schema)}: must be an object or a boolean")
     known = {name: value for name, value in schema.items() if name in _KEYWORDS}
-    made = {
+    made: dict[str, Any] = {
         name: {key: checked_schema(one, closes_objects=closes_objects) for key, one in _mapping(name, value).items()}
         for name, value in schema.items()
         if name in _DEFINITIONS

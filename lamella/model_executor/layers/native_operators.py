@@ -7,6 +7,7 @@ the textbook, operation by operation, where it is not the gated MLP with RMS nor
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -213,7 +214,13 @@ class NativeOperators:
                 steps[key] = backend.layer_step(place.params, its_inputs.rotary, step.taken(layer.index))
             of_layers.append(steps[key])
         decoder.run_layers(
-            [self._paged[layer.index] for layer in layers], of_layers, x, normed, adapters, layers[0].index
+            [self._paged[layer.index] for layer in layers],
+            of_layers,
+            x,
+            normed,
+            adapters,
+            layers[0].index,
+            None if step.clock is None else step.clock.native_attention,
         )
 
     def _bind(self, places: list[LayerPlace]) -> None:
@@ -251,11 +258,18 @@ class NativeOperators:
             if adapters is not None:
                 adapters.add_to(keys_values, projection.name, normed, slice(num_query, projection.num_out))
             self._norm_keys_values(layer, keys_values)
+            start = time.monotonic()
             backend.write_keys_values(place.params, place.cache, keys_values, transform, step.taken(layer.index))
+            if step.clock is not None:
+                step.clock.add_attention(start)
         if rows is not None:
             transform = transform.of_rows(rows)
         left, scale = step.left(layer.index), inputs.of_rows(rows).query_scale
-        return backend.attend_queries(place.params, place.cache, queries, transform, left, scale).flatten(1)
+        start = time.monotonic()
+        attended = backend.attend_queries(place.params, place.cache, queries, transform, left, scale)
+        if step.clock is not None:
+            step.clock.add_attention(start)
+        return attended.flatten(1)
 
     def _norm_keys_values(self, layer: DecoderLayer, keys_values: torch.Tensor) -> None:
         """The norms of K and V [T, columns] that the kernel which writes them does not know, in place."""
