@@ -84,7 +84,8 @@ class StepFailures:
     guilty: Mapping[str, StepFailedError] = field(default_factory=dict)
     suspects_all: bool = False
     num_in_a_row: int = 0  # failures since all suspects last got on
-    num_tries_alone: int = 0  # failures of the request that runs alone
+    num_tries_alone: int = 0  # failures of the request that runs alone, at one place
+    failed_alone_at: Positions = ()  # that place: the furthest at which it has failed
     num_alone_in_a_row: int = 0  # requests that failed alone, no step having succeeded in between
     num_failed_tokens: int = 1  # of the step whose suspects run alone
     has_blamed: bool = False  # this probation has ended a request
@@ -114,7 +115,7 @@ class StepFailures:
             smaller = min(most, num_step_tokens) // 2 if num_step_tokens > 1 else most // 8
             return noted._with_smaller_steps(smaller, watched={**self.watched, **suspects})
         if self.groups:
-            return noted._after_failure_alone(error)
+            return noted._after_failure_alone(error, suspects)
         if self.watched.keys().isdisjoint(suspects):
             return replace(noted, watched={**self.watched, **suspects})
         return replace(
@@ -146,12 +147,16 @@ class StepFailures:
         """They have ended."""
         return replace(self, guilty={}) if self.guilty else self
 
-    def _after_failure_alone(self, error: Exception) -> StepFailures:
+    def _after_failure_alone(self, error: Exception, suspects: Mapping[str, Positions]) -> StepFailures:
         *others, group = self.groups
         if len(group) > 1:
             return replace(self, groups=(*others, *_halves(group)), num_tries_alone=0)
-        if self.num_tries_alone + 1 < MOST_TRIES_ALONE:
-            return replace(self, num_tries_alone=self.num_tries_alone + 1)
+        place = suspects.get(group[0], ())
+        is_elsewhere = self.num_tries_alone > 0 and _has_got_on(self.failed_alone_at, place, needs_tokens=False)
+        num_tries = 1 if is_elsewhere else self.num_tries_alone + 1
+        if num_tries < MOST_TRIES_ALONE:
+            at = place if num_tries == 1 else self.failed_alone_at
+            return replace(self, num_tries_alone=num_tries, failed_alone_at=at)
         blamed, num_alone = dict.fromkeys(group, "and when it ran alone"), self.num_alone_in_a_row + 1
         if num_alone >= MOST_ALONE_IN_A_ROW:
             reason = f"and so did those of {num_alone} requests that ran alone, one after another"
@@ -211,8 +216,10 @@ def _halves(group: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 def _has_got_on(before: Positions, now: Positions | None, *, needs_tokens: bool) -> bool:
     """Whether each sample is further than before, or has ended. needs_tokens: further are only those that have got a
     token: how a prompt is cut into chunks may differ when it is computed again."""
-    if now is None or len(before) != len(now):
+    if now is None:
         return True
+    if len(before) != len(now):
+        return False
     for earlier, position in zip(before, now, strict=True):
         is_further = position.num_output > earlier.num_output or (
             not needs_tokens and position.num_computed > earlier.num_computed

@@ -79,6 +79,16 @@ def test_failures_at_different_places_of_a_prompt_are_not_the_same():
         assert failures is CALM
 
 
+def test_a_request_is_to_blame_once_it_fails_alone_twice_at_the_same_place():
+    failures = after(after(CALM, "a"), "a")
+    for num_computed in (30, 40, 50, 50):
+        assert not failures.guilty
+        failures = failures.after_failure(
+            BROKEN, {"a": (Position(num_computed, 3),)}, num_step_tokens=10, max_num_tokens=MAX_TOKENS
+        )
+    assert set(failures.guilty) == {"a"}
+
+
 def test_alone_only_a_token_clears():
     """For a prompt that is computed again may be cut into other chunks."""
     alone = after(after(CALM, "a"), "a")
