@@ -23,6 +23,7 @@ from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, Re
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
 from lamella.engine.scheduling.new_tokens import NewTokens
 from lamella.engine.scheduling.request import NO_ROW, Request
+from lamella.engine.step_failures import ENDED, Position
 from lamella.errors import LamellaError
 from lamella.model_executor.step_plan import TokenLogprobs
 from lamella.model_executor.text.stop_strings import StopStrings
@@ -286,9 +287,9 @@ class OutputProcessor:
             lora_request=conversation.lora_request,
         )
 
-    def positions_of(self, request_id: str, num_computed: Sequence[int]) -> tuple[int, ...] | None:
-        """How far each of the request's samples has come, in tokens that are computed, -1 where one has ended; None:
-        the request has ended. Of one that waits, what it has computed of its prompt alone does not count.
+    def positions_of(self, request_id: str, num_computed: Sequence[int]) -> tuple[Position, ...] | None:
+        """How far each of the request's samples has come; None: the request has ended. Of one that waits, what it has
+        computed of its prompt alone does not count.
 
         num_computed: by row."""
         conversation = self._conversations.get(request_id)
@@ -299,11 +300,12 @@ class OutputProcessor:
             num_tokens, _, finish_reason, _ = sample.kept
             row = sample.request.row
             if finish_reason is not None:
-                positions.append(-1)
+                positions.append(ENDED)
             elif row != NO_ROW:
-                positions.append(num_computed[row])
+                positions.append(Position(num_computed[row], num_tokens))
             else:
-                positions.append(sample.request.num_prompt_tokens + num_tokens - 1 if num_tokens else 0)
+                computed = sample.request.num_prompt_tokens + num_tokens - 1 if num_tokens else 0
+                positions.append(Position(computed, num_tokens))
         return tuple(positions)
 
     def in_a_step(self) -> list[str]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -35,8 +36,16 @@ FEWEST_GOOD_STEPS, MOST_GOOD_STEPS = 8, 512
 # What native allocators say in a RuntimeError: torch's of a CPU, C++'s, cuBLAS'.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
 
-# How many tokens of each of a request's samples are computed; -1 stands for a sample that has ended.
-Positions = tuple[int, ...]
+
+class Position(NamedTuple):
+    """How far a sample is: tokens that are computed, of prompt and output, and tokens of its output."""
+
+    num_computed: int
+    num_output: int
+
+
+ENDED = Position(-1, -1)
+Positions = tuple[Position, ...]  # of each of a request's samples
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -75,7 +84,8 @@ class StepFailures:
     guilty: Mapping[str, StepFailedError] = field(default_factory=dict)
     suspects_all: bool = False
     num_in_a_row: int = 0  # failures since all suspects last got on
-    num_tries_alone: int = 0  # failures of the request that runs alone
+    num_tries_alone: int = 0  # failures of the request that runs alone, at one place
+    failed_alone_at: Positions = ()  # that place: the furthest at which it has failed
     num_alone_in_a_row: int = 0  # requests that failed alone, no step having succeeded in between
     num_failed_tokens: int = 1  # of the step whose suspects run alone
     has_blamed: bool = False  # this probation has ended a request
@@ -105,9 +115,9 @@ class StepFailures:
             smaller = min(most, num_step_tokens) // 2 if num_step_tokens > 1 else most // 8
             return noted._with_smaller_steps(smaller, watched={**self.watched, **suspects})
         if self.groups:
-            return noted._after_failure_alone(error)
-        if not self.watched:
-            return replace(noted, watched=dict(suspects))
+            return noted._after_failure_alone(error, suspects)
+        if self.watched.keys().isdisjoint(suspects):
+            return replace(noted, watched={**self.watched, **suspects})
         return replace(
             noted,
             watched=dict(suspects),
@@ -122,7 +132,7 @@ class StepFailures:
         watched = {
             request_id: before
             for request_id, before in self.watched.items()
-            if not _has_got_on(before, positions_of(request_id))
+            if not _has_got_on(before, positions_of(request_id), needs_tokens=bool(self.groups))
         }
         groups = tuple(left for group in self.groups if (left := tuple(one for one in group if one in watched)))
         noted = replace(self, watched=watched, groups=groups, num_alone_in_a_row=0)
@@ -137,12 +147,16 @@ class StepFailures:
         """They have ended."""
         return replace(self, guilty={}) if self.guilty else self
 
-    def _after_failure_alone(self, error: Exception) -> StepFailures:
+    def _after_failure_alone(self, error: Exception, suspects: Mapping[str, Positions]) -> StepFailures:
         *others, group = self.groups
         if len(group) > 1:
             return replace(self, groups=(*others, *_halves(group)), num_tries_alone=0)
-        if self.num_tries_alone + 1 < MOST_TRIES_ALONE:
-            return replace(self, num_tries_alone=self.num_tries_alone + 1)
+        place = suspects.get(group[0], ())
+        is_elsewhere = self.num_tries_alone > 0 and _has_got_on(self.failed_alone_at, place, needs_tokens=False)
+        num_tries = 1 if is_elsewhere else self.num_tries_alone + 1
+        if num_tries < MOST_TRIES_ALONE:
+            at = place if num_tries == 1 else self.failed_alone_at
+            return replace(self, num_tries_alone=num_tries, failed_alone_at=at)
         blamed, num_alone = dict.fromkeys(group, "and when it ran alone"), self.num_alone_in_a_row + 1
         if num_alone >= MOST_ALONE_IN_A_ROW:
             reason = f"and so did those of {num_alone} requests that ran alone, one after another"
@@ -199,8 +213,17 @@ def _halves(group: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     return tuple(half for half in (group[middle:], group[:middle]) if half)
 
 
-def _has_got_on(before: Positions, now: Positions | None) -> bool:
-    """Whether each sample is further than before, or has ended."""
-    if now is None or len(before) != len(now):
+def _has_got_on(before: Positions, now: Positions | None, *, needs_tokens: bool) -> bool:
+    """Whether each sample is further than before, or has ended. needs_tokens: further are only those that have got a
+    token: how a prompt is cut into chunks may differ when it is computed again."""
+    if now is None:
         return True
-    return all(position < 0 or position > earlier for earlier, position in zip(before, now, strict=True))
+    if len(before) != len(now):
+        return False
+    for earlier, position in zip(before, now, strict=True):
+        is_further = position.num_output > earlier.num_output or (
+            not needs_tokens and position.num_computed > earlier.num_computed
+        )
+        if position != ENDED and not is_further:
+            return False
+    return True

@@ -11,6 +11,7 @@ from lamella.engine.step_failures import (
     FEWEST_GOOD_STEPS,
     MOST_ALONE_IN_A_ROW,
     MOST_GOOD_STEPS,
+    Position,
     StepFailures,
     is_out_of_memory,
 )
@@ -25,13 +26,15 @@ NAMES = ("a", "b", "c", "d", "e")
 
 
 def after(failures: StepFailures, suspects, error: Exception = BROKEN, num_step_tokens: int = 40) -> StepFailures:
-    counts = dict.fromkeys(suspects, (3,))
-    return failures.after_failure(error, counts, num_step_tokens=num_step_tokens, max_num_tokens=MAX_TOKENS)
+    positions = dict.fromkeys(suspects, (Position(30, 3),))
+    return failures.after_failure(error, positions, num_step_tokens=num_step_tokens, max_num_tokens=MAX_TOKENS)
 
 
 def good(failures: StepFailures, got_on=()) -> StepFailures:
     """A step after which these have a token more."""
-    return failures.after_step(lambda name: (4,) if name in got_on else (3,), max_num_tokens=MAX_TOKENS)
+    return failures.after_step(
+        lambda name: (Position(31, 4) if name in got_on else Position(30, 3),), max_num_tokens=MAX_TOKENS
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,37 @@ def test_one_failure_is_forgotten_once_all_suspects_got_on():
     assert watching.only is None
     assert good(watching, "a").is_watching
     assert good(good(watching, "a"), "ab") is CALM
+
+
+def test_failures_at_different_places_of_a_prompt_are_not_the_same():
+    failures = CALM
+    for num_computed in range(0, 60, 10):
+        failures = failures.after_failure(
+            BROKEN, {"long": (Position(num_computed, 0),)}, num_step_tokens=10, max_num_tokens=MAX_TOKENS
+        )
+        assert failures.only is None
+        failures = failures.after_step(
+            lambda name, reached=num_computed + 10: (Position(reached, 0),), max_num_tokens=MAX_TOKENS
+        )
+        assert failures is CALM
+
+
+def test_a_request_is_to_blame_once_it_fails_alone_twice_at_the_same_place():
+    failures = after(after(CALM, "a"), "a")
+    for num_computed in (30, 40, 50, 50):
+        assert not failures.guilty
+        failures = failures.after_failure(
+            BROKEN, {"a": (Position(num_computed, 3),)}, num_step_tokens=10, max_num_tokens=MAX_TOKENS
+        )
+    assert set(failures.guilty) == {"a"}
+
+
+def test_alone_only_a_token_clears():
+    """For a prompt that is computed again may be cut into other chunks."""
+    alone = after(after(CALM, "a"), "a")
+    further = alone.after_step(lambda name: (Position(99, 3),), max_num_tokens=MAX_TOKENS)
+    assert further.only == {"a"}
+    assert good(further, "a").only is None
 
 
 def find(guilty: set[str], names=NAMES) -> tuple[StepFailures, int]:

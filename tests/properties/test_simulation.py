@@ -71,8 +71,8 @@ def test_the_seed_that_is_asked_for():
     EngineLife(int(os.environ.get("LAMELLA_SIMULATION_SEED", "305"))).run()
 
 
-def _blames_the_first(original, self, error):
-    blamed = original(self, error)
+def _blames_another(original, self, error, suspects):
+    blamed = original(self, error, suspects)
     if not blamed.guilty:
         return blamed
     *_, (name, failure) = blamed.guilty.items()
@@ -109,7 +109,7 @@ def _does_not_recover(original, self, loaded):
 
 
 FAULTS = {
-    "another request is blamed": (StepFailures, "_after_failure_alone", _blames_the_first),
+    "another request is blamed": (StepFailures, "_after_failure_alone", _blames_another),
     "suspects do not run alone": (Scheduler, "run_only", _runs_all),
     "who waits aside is forgotten": (Scheduler, "run_only", _forgets_who_is_aside),
     "steps stay as large": (Scheduler, "limit", _never_smaller),
