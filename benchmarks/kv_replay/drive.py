@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,33 @@ PROMPT_OUTPUT_TOKENS = 2  # so that the step that takes a prompt in does not als
 SIBLING_TOKENS = 38
 FIRST_TOKEN = 2
 GREEDY = SamplingParams(temperature=0)
+
+
+def known_request(request_id: str, prompt: np.ndarray, output: np.ndarray, boundaries: tuple[int, ...] = ()) -> Request:
+    """A request that ends when it has as many tokens as `output`, whatever their ids. prompt, output: int32."""
+    return Request(
+        request_id=request_id,
+        sample_index=0,
+        params=GREEDY,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        max_total_tokens=len(prompt) + len(output),
+        seed=0,
+        eos_token_ids=frozenset(),
+        stop_token_ids=frozenset(),
+        arrival_time=0.0,
+        prefix_boundaries=boundaries,
+    )
+
+
+def known_samples(scheduler: Scheduler, plan: StepPlan, outputs: Mapping[str, np.ndarray]) -> StepResult:
+    """What a model would have sampled in the step just planned: each request's next token of `outputs`, by its id."""
+    rows = scheduler.rows
+    sampled = np.zeros(len(plan.sample_requests), dtype=np.int64)
+    for index, row in enumerate(scheduler.scheduled_rows[plan.sample_requests].tolist()):
+        request = rows.request(row)
+        sampled[index] = outputs[request.request_id][int(rows.num_tokens[row]) - request.num_prompt_tokens]
+    return StepResult(token_ids=sampled, logprobs={})
 
 
 class Driver:
@@ -52,20 +79,7 @@ class Driver:
         self._outputs[request_id] = output
         self._arrival_step[request_id] = len(self.step_seconds)
         start = time.perf_counter()
-        request = Request(
-            request_id=request_id,
-            sample_index=0,
-            params=GREEDY,
-            token_ids=prompt,
-            num_prompt_tokens=len(prompt),
-            max_total_tokens=len(prompt) + len(output),
-            seed=0,
-            eos_token_ids=frozenset(),
-            stop_token_ids=frozenset(),
-            arrival_time=0.0,
-            prefix_boundaries=boundaries,
-        )
-        self.scheduler.add(request)
+        self.scheduler.add(known_request(request_id, prompt, output, boundaries))
         self.add_seconds.append(time.perf_counter() - start)
 
     def step(self) -> list[str]:
@@ -84,7 +98,7 @@ class Driver:
         if plan is None:
             raise InvariantError(f"the scheduler has requests and ran none of them in {MAX_IDLE_STEPS} attempts")
         self._note(plan)
-        result = self._execute(plan)
+        result = known_samples(self.scheduler, plan, self._outputs)
         start = time.perf_counter()
         if self._view is not None:
             self._view.launched(plan)
@@ -108,15 +122,6 @@ class Driver:
             arrival = self._arrival_step.pop(self.scheduler.rows.request(row).request_id, None)
             if arrival is not None:
                 self._wait_steps.append(len(self.step_seconds) - arrival)
-
-    def _execute(self, plan: StepPlan) -> StepResult:
-        """Each sampled row's next output token, as given."""
-        rows = self.scheduler.rows
-        sampled = np.zeros(len(plan.sample_requests), dtype=np.int64)
-        for index, row in enumerate(self.scheduler.scheduled_rows[plan.sample_requests].tolist()):
-            request = rows.request(row)
-            sampled[index] = self._outputs[request.request_id][int(rows.num_tokens[row]) - request.num_prompt_tokens]
-        return StepResult(token_ids=sampled, logprobs={})
 
     def forget_steps(self) -> None:
         """The steps up to here were preparation: times, the batch's size and memory averages begin anew."""

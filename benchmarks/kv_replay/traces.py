@@ -48,6 +48,7 @@ class TraceRequest:
 
     continued_by: the next turn, where its prompt begins with this prompt; it tells what this turn's last tokens and
     output were. boundaries: after how many tokens other prompts part from this one, as the application knows.
+    arrival_seconds: from the beginning of the trace; None where the trace does not say, or only within a session.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class TraceRequest:
     scope: str
     continued_by: TraceRequest | None = field(default=None, repr=False)
     boundaries: tuple[int, ...] = ()
+    arrival_seconds: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -187,7 +189,10 @@ def _mooncake(path: Path, num_requests: int, scale: float, limit: int) -> list[T
             continue
         ids = tuple(row["hash_ids"][: -(-num_prompt // span)])
         # The file's name is the scope: ids of different files name different spans.
-        requests.append(TraceRequest(f"r{index}", f"r{index}", num_prompt, num_output, ids, span, path.name))
+        requests.append(
+            TraceRequest(f"r{index}", f"r{index}", num_prompt, num_output, ids, span, path.name,
+                         arrival_seconds=row["timestamp"] / 1000)
+        )  # fmt: skip
         if len(requests) == num_requests:
             break
     return requests
