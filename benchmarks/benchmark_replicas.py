@@ -1,8 +1,8 @@
 """Request traces through N simulated replicas: which routing finds what, and how many replicas a latency takes.
 
     python benchmarks/benchmark_replicas.py measure MODEL --output steps.json
-    python benchmarks/benchmark_replicas.py compare --costs steps.json --trace agentic --trace-dir TRACES --scale 0.25 \\
-        --max-total 20480 --requests 3000 --sessions 100 --replicas 8 --budget-requests 4 --policies prefix,round-robin
+    python benchmarks/benchmark_replicas.py compare --costs steps.json --trace agentic --trace-dir TRACES \\
+        --scale 0.25 --max-total 20480 --requests 3000 --sessions 100 --replicas 8 --budget-requests 16
     python benchmarks/benchmark_replicas.py plan --costs steps.json --trace conversation --trace-dir TRACES \\
         --arrivals timed --budget-requests 4 --budget-requests 16 --first-token 2 --quantile p90
 

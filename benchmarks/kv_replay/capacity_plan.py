@@ -11,8 +11,8 @@ from lamella.errors import CapacityError
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The share `quantile` ("p50", "p90" or "p99") of requests gets its first token and its answer within these seconds;
-    None: no limit."""
+    """The share `quantile` ("p50", "p90" or "p99") of requests gets its first token and its answer within these
+    seconds; None: no limit."""
 
     quantile: str = "p90"
     first_token_seconds: float | None = None

@@ -19,9 +19,9 @@ _PROMPT_ENDS = (0.05, 0.9)  # of the longest, evenly on a logarithmic scale
 def measure_steps(
     model: str, *, num_requests: int, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int, seed: int = 0
 ) -> list[MeasuredStep]:
-    """Requests of random tokens and many lengths, a few at a time, so that steps of many sizes come about: prompts alone,
-    prompts beside requests that decode, and decode alone. Seconds are from a step's launch until its tokens are here;
-    the scheduler's time is not in them. What the first requests do, which makes what is made once, is left out."""
+    """Requests of random tokens and many lengths, a few at a time, so that steps of many sizes come about: prompts
+    alone, prompts beside requests that decode, and decode alone. Seconds are from a step's launch until its tokens are
+    here; the scheduler's time is not in them. The first requests, which make what is made once, are left out."""
     rng = np.random.default_rng(seed)
     with LLM(
         model,

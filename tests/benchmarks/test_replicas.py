@@ -1,4 +1,4 @@
-"""Simulated replicas: times, hits and answers that are counted by hand, and a cost model whose coefficients are known."""
+"""Simulated replicas: times and hits that are counted by hand, and a cost model whose coefficients are known."""
 
 import json
 from dataclasses import replace
@@ -101,7 +101,7 @@ def test_a_file_of_steps(tmp_path):
     for name in ("wrong.json", "none.json"):
         with pytest.raises(ConfigError, match="num_tokens, num_requests, kv_tokens, attended_tokens and seconds"):
             read_steps(tmp_path / name)
-    with pytest.raises(ConfigError, match="4 measured steps.*at least 5"):
+    with pytest.raises(ConfigError, match=r"4 measured steps.*at least 5"):
         StepCostModel.fit(steps[:4])
 
 
@@ -160,11 +160,11 @@ def test_a_known_queue_is_dealt_by_subtrees():
 def test_each_request_is_answered_once_and_runs_are_the_same(policy):
     rng = np.random.default_rng(1)
     requests = [
-        turn(f"{index}", f"s{index % 7}", int(rng.integers(1, 12)), int(rng.integers(1, 9))) for index in range(60)
+        turn(f"{index}", f"s{index % 7}", int(rng.integers(1, 12)), int(rng.integers(1, 9))) for index in range(30)
     ]
     traffic = Traffic(requests=requests, arrivals=QUEUED if policy == SUBTREES else CLOSED, num_sessions=5)
     first, second = (simulate(cluster(3, budget_bytes=8 << 20), traffic, policy) for _ in range(2))
-    assert first.num_requests == 60
+    assert first.num_requests == 30
     assert replace(first, wall_seconds=0) == replace(second, wall_seconds=0)
     assert 1 <= first.most_over_mean_work <= 3
     assert 0 < first.busy_share <= 1
