@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -33,9 +34,8 @@ def measure_steps(
     ) as llm:
         vocab = llm.model_config.vocab_size
         least, most = (np.log(share * (max_model_len - _OUTPUT_TOKENS[1])) for share in _PROMPT_ENDS)
-        prompts = [
-            {"prompt_token_ids": rng.integers(0, vocab, int(np.exp(rng.uniform(least, most)))).tolist()}
-            for _ in range(num_requests)
+        prompts: list[Sequence[int]] = [
+            rng.integers(0, vocab, int(np.exp(rng.uniform(least, most)))).tolist() for _ in range(num_requests)
         ]
         params = [
             SamplingParams(temperature=0, max_tokens=int(rng.integers(*_OUTPUT_TOKENS)), ignore_eos=True)
@@ -43,7 +43,7 @@ def measure_steps(
         ]
         num_warm = min(2, num_requests)
         llm.generate(prompts[:num_warm], params[:num_warm], use_tqdm=False)
-        runner = llm.engine._loaded.runner
+        runner = llm.engine._require_open().runner
         steps: list[MeasuredStep] = []
         launch = runner.launch
 
