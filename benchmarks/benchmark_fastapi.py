@@ -86,6 +86,9 @@ async def client_loop(client: httpx.AsyncClient, index: int, options, results: R
             results.errors.append(repr(error))
 
 
+LEFT_BY_NOBODY = ("lamella:kv_group_pages_owned", "lamella:num_requests_running", "lamella:num_requests_waiting{")
+
+
 def resident_mib(pid: int) -> float:
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
@@ -102,7 +105,7 @@ async def left_behind(client: httpx.AsyncClient) -> dict[str, float]:
     found: dict[str, float] = {}
     for _ in range(100):
         now = await figures(client)
-        found = {name: number for name, number in now.items() if "owned" in name or "unfinished" in name}
+        found = {name: number for name, number in now.items() if name.startswith(LEFT_BY_NOBODY)}
         if not any(found.values()):
             break
         await asyncio.sleep(0.1)
@@ -128,7 +131,11 @@ async def measure(url: str, pid: int, options) -> int:
             loop.cancel()
         await asyncio.wait(loops)
         left = await left_behind(other)
-        num_tokens = (await figures(other))["lamella:generation_tokens_total"]
+        num_tokens = sum(
+            number
+            for name, number in (await figures(other)).items()
+            if name.startswith("lamella:generation_tokens_total{")
+        )
     memory.append((time.perf_counter() - begin, resident_mib(pid)))
     print(f"{results.num_whole} streams read to the end, {results.num_left} left early, {len(results.errors)} errors")
     for error in results.errors[:5]:

@@ -259,23 +259,9 @@ def build_app(engine: AsyncEngine, model: str, chat_template: str | None = None)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return PlainTextResponse(await metrics_text(engine))
+        return PlainTextResponse(await engine.metrics_text())
 
     return app
-
-
-async def metrics_text(engine: AsyncEngine) -> str:
-    """A few figures in Prometheus's text form. This is the place for more."""
-    stats = await engine.stats()
-    lines = [
-        f"lamella:num_requests_unfinished {engine.num_unfinished_requests}",
-        f"lamella:prompt_tokens_total {stats.num_prompt_tokens}",
-        f"lamella:generation_tokens_total {stats.num_generated_tokens}",
-    ]
-    for group, usage in stats.pages.items():
-        for state, number in usage._asdict().items():
-            lines.append(f'lamella:kv_cache_pages{{group="{group}",state="{state}"}} {number}')
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

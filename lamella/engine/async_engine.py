@@ -35,6 +35,7 @@ from lamella.errors import ConfigError, EngineClosedError, RequestError
 from lamella.kv_cache.pinned_prefixes import PinnedPrefix
 from lamella.model_executor.text.tokenizer import Tokenizer
 from lamella.native.fork_guard import FORK_GUARD
+from lamella.observability.metric_values import Metric
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -235,6 +236,14 @@ class AsyncEngine:
 
     async def stats(self) -> EngineStats:
         return await self._call(self._engine.stats)
+
+    async def get_metrics(self) -> list[Metric]:
+        """`Engine.get_metrics`."""
+        return await self._call(self._engine.get_metrics)
+
+    async def metrics_text(self) -> str:
+        """`Engine.metrics_text`."""
+        return await self._call(self._engine.metrics_text)
 
     async def kv_cache_report(self) -> str:
         return await self._call(self._engine.kv_cache_report)

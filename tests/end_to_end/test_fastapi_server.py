@@ -54,7 +54,7 @@ class Service:
 
     def owned_pages(self) -> int:
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return sum(int(line.split()[-1]) for line in lines if 'state="owned"' in line)
+        return sum(int(float(line.split()[-1])) for line in lines if line.startswith("lamella:kv_group_pages_owned{"))
 
 
 def wait_until(condition, seconds=30):
@@ -176,7 +176,8 @@ def test_a_client_that_leaves_frees_the_memory(service):
     after = httpx.get(f"{service.url}/metrics").text
 
     def num_generated(text):
-        return int(next(line for line in text.splitlines() if "generation_tokens_total" in line).split()[-1])
+        lines = [line for line in text.splitlines() if line.startswith("lamella:generation_tokens_total{")]
+        return int(float(lines[0].split()[-1]))
 
     assert num_generated(after) - num_generated(before) < 2 * 480
 

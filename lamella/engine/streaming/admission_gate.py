@@ -74,6 +74,11 @@ class AdmissionGate:
         with self._lock:
             return [one for one in (*self._inside, *self._waiting) if one.request_id == request_id]
 
+    def of_closed_loops(self) -> list[Mailbox]:
+        """The requests whose event loop has been closed: nobody will ever ask for their outputs."""
+        with self._lock:
+            return [one for one in (*self._inside, *self._waiting) if one.loop.is_closed()]
+
     def stop(self, refusal: MakeError) -> None:
         """Nobody enters from now on; those inside and waiting are not touched."""
         with self._lock:

@@ -59,6 +59,10 @@ class EngineThread:
     def abort(self, request_ids: Iterable[str]) -> None:
         self._calls.put(functools.partial(self._abort, list(request_ids)))
 
+    def leave_closed_loops(self) -> None:
+        """End the requests whose event loops are gone, which others are waiting for the places of."""
+        self._calls.put(self._leave_closed_loops)
+
     def ask_to_stop(self) -> None:
         self._calls.put(self._note_stop)
 
@@ -184,6 +188,10 @@ class EngineThread:
             del self._mailboxes[mailbox.request_id]
             self._end_in_engine([mailbox.request_id])
         self._gate.leave(mailbox)
+
+    def _leave_closed_loops(self) -> None:
+        for mailbox in self._gate.of_closed_loops():
+            self._leave(mailbox)
 
     def _abort(self, request_ids: list[str]) -> None:
         """Their callers get a last output."""

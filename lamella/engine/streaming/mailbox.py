@@ -40,6 +40,10 @@ class Mailbox:
     def admit(self) -> None:
         self._is_admitted = True
 
+    @property
+    def is_admitted(self) -> bool:
+        return self._is_admitted
+
     def put(self, output: RequestOutput) -> bool:
         """Whether the caller is to be woken: where an output lay here already, it has been."""
         with self._lock:

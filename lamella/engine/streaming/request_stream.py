@@ -85,6 +85,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
         )
         self._gate.enter(mailbox)
         self._mailbox = mailbox
+        if not mailbox.is_admitted:
+            self._thread.leave_closed_loops()
         await mailbox.wait_for_admission()
         if not mailbox.has_ended_early:
             self._thread.add(mailbox, await self._ask.parse(), params)
