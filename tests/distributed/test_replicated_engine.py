@@ -233,6 +233,7 @@ def test_two_engines_give_what_one_gives_though_one_is_killed(tiny: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_one_of_two_killed_at_any_moment(tiny: Path) -> None:
     """Ten seeds; `pytest -s` prints what the loss took."""
     prompts = many_prompts(160)
