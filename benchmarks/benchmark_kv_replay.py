@@ -5,6 +5,7 @@
         --budget-requests 32 --systems lamella,split:0.8,hybrid-off --output-json results.json --plot results.png
     python benchmarks/benchmark_kv_replay.py --trace documents --systems lamella,hinted --budget-requests 8
     python benchmarks/benchmark_kv_replay.py --decode-only 256 --context 8192 --steps 1000 --layout gpt-oss-20b
+    python benchmarks/benchmark_kv_replay.py --decode-only 256 --systems lamella,viewed,profiled --repeats 5
     python benchmarks/benchmark_kv_replay.py --prompt-cost 10000 --layout gpt-oss-20b
     python benchmarks/benchmark_kv_replay.py --prompt-cost 1000 --siblings 100 --siblings 1000 --siblings 10000
 
@@ -48,7 +49,8 @@ from lamella.plot_path import check_plot_path
 @click.option("--policy", "policies", type=click.Choice(SCHEDULING_POLICIES), multiple=True, default=("fcfs",),
               help="lamella's; vLLM is always fcfs")  # fmt: skip
 @click.option("--systems", default="lamella",
-              help="of lamella, hinted, split:RATIO, hybrid-off, vllm, vllm:INTERVAL, vllm-dense")  # fmt: skip
+              help="of lamella, hinted, viewed, profiled, split:RATIO, hybrid-off, vllm, vllm:INTERVAL, "
+                   "vllm-dense")  # fmt: skip
 @click.option("--vllm-python", type=click.Path(), help="an interpreter that has vLLM, for system vllm")
 @click.option("--page-size", type=click.IntRange(min=1), default=16, help="tokens")
 @click.option("--interval", "intervals", type=click.IntRange(min=1), multiple=True,

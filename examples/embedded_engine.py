@@ -1,11 +1,19 @@
-"""Run the engine inside your own loop: requests come and go while others are being generated."""
+"""Run the engine inside your own loop: requests come and go while others are being generated.
+
+python examples/embedded_engine.py [model]
+"""
+
+import sys
 
 from lamella import Engine, EngineConfig, SamplingParams
 
+DEMO_MODEL = "demo:gemma-3-270m"
+
 
 def main() -> None:
+    model = sys.argv[1] if len(sys.argv) > 1 else DEMO_MODEL
     params = SamplingParams(temperature=0.0, max_tokens=24)
-    with Engine(EngineConfig(model="demo:gemma-3-270m", max_num_seqs=8)) as engine:
+    with Engine(EngineConfig(model=model, max_num_seqs=8)) as engine:
         engine.add_request("first", "The sea was calm, and", params)
         engine.add_request("unwanted", "This one is cancelled before it ends:", params)
         num_steps = 0

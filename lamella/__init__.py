@@ -1,10 +1,12 @@
 """lamella: an LLM inference engine for models that mix sliding-window and full attention."""
 
+from lamella.engine.async_engine import AsyncEngine
 from lamella.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine, EngineStats
 from lamella.engine.llm import LLM
 from lamella.engine.lora_request import LoRARequest
+from lamella.engine.offline_stream import OutputStream
 from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from lamella.engine.prompts import Prompt as PromptType
 from lamella.engine.prompts import TextPrompt, TokensPrompt
@@ -15,12 +17,15 @@ from lamella.errors import (
     CapacityError,
     ConfigError,
     EngineClosedError,
+    EngineCrashedError,
     ForkedProcessError,
+    InterruptedRequestError,
     InvariantError,
     LamellaError,
     ModelLoadError,
     PrefixFileError,
     RequestError,
+    RequestFailedError,
     UnsupportedArgumentError,
 )
 from lamella.kv_cache.pinned_prefixes import PinnedPrefix
@@ -30,9 +35,14 @@ __version__ = "0.1.0"
 # vLLM's names.
 EngineArgs = EngineConfig
 LLMEngine = Engine
+AsyncEngineArgs = EngineConfig
+AsyncLLMEngine = AsyncEngine
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -43,19 +53,23 @@ __all__ = [
     "EngineArgs",
     "EngineClosedError",
     "EngineConfig",
+    "EngineCrashedError",
     "EngineStats",
     "ForkedProcessError",
+    "InterruptedRequestError",
     "InvariantError",
     "LLMEngine",
     "LamellaError",
     "LoRARequest",
     "Logprob",
     "ModelLoadError",
+    "OutputStream",
     "PinnedPrefix",
     "PrefixFile",
     "PrefixFileError",
     "PromptType",
     "RequestError",
+    "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,14 +15,22 @@ import click
 
 from lamella import LLM, LoRARequest, SamplingParams, __version__
 from lamella.argument_checks import nearest_name
+from lamella.batch_files.run import BatchFiles, run_batch
+from lamella.benchmark.backends import BACKENDS
 from lamella.benchmark.dataset_options import DatasetOptions
+from lamella.benchmark.latency import LatencyArgs, run_latency
 from lamella.benchmark.throughput import ThroughputArgs, run_throughput
+from lamella.cli_chat import Conversation, run_chat
+from lamella.cli_models import model_rows, models_table
 from lamella.cli_options import FieldOptions, GroupedCommand, GroupedOption, Number, Refusal, with_flags
 from lamella.cli_prompts import placed_prompts, with_place
 from lamella.engine.config import EngineConfig
+from lamella.engine.offline_requests import check_lookahead
 from lamella.errors import LamellaError
 from lamella.model_executor.weights.cache_folder import default_cache_dir
 from lamella.model_executor.weights.cache_listing import CACHE_KINDS, cache_report, clear_cache, list_cache
+from lamella.observability.arena_picture import draw_arena
+from lamella.output_path import check_output_path
 from lamella.planner.model_specs import model_specs
 from lamella.planner.plan import PlanOptions, plan_memory
 from lamella.planner.plot import plot_plan
@@ -102,6 +112,7 @@ ENGINE_GROUPS = {
         "enforce_eager",
         "check_invariants",
     ],
+    "A view inside": ["disable_log_stats", "profile"],
 }
 engine_options = FieldOptions(EngineConfig, groups=ENGINE_GROUPS, shown_defaults={"scheduling_policy": "prefix"})
 sampling_options = FieldOptions(
@@ -130,12 +141,33 @@ PLAN_FLAGS = {
     "swa_full_tokens_ratio": "--ratio",
     "plot": "--plot",
 }
-BENCH_FLAGS = {
+BATCH_FLAGS = {
+    **sampling_options.flags,
     **engine_options.flags,
-    **dataset_options.flags,
+    "input": "--input",
+    "output": "--output",
+    "lookahead_prompts": "--lookahead-prompts",
+}
+THROUGHPUT_FLAGS = {
     "num_prompts": "--num-prompts",
     "num_warmups": "--num-warmups",
     "temperature": "--temperature",
+    "n": "--n",
+    "backend": "--backend",
+    "async_engine": "--async-engine",
+    "hf_max_batch_size": "--hf-max-batch-size",
+    "output_json": "--output-json",
+    "plot": "--plot",
+}
+BENCH_FLAGS = {**engine_options.flags, **dataset_options.flags, **THROUGHPUT_FLAGS}
+
+LATENCY_FLAGS = {
+    "input_len": "--input-len",
+    "output_len": "--output-len",
+    "batch_size": "--batch-size",
+    "n": "--n",
+    "num_iters_warmup": "--num-iters-warmup",
+    "num_iters": "--num-iters",
     "output_json": "--output-json",
 }
 
@@ -143,6 +175,12 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 SIZE = Number(int, words=(), optional=False, as_bytes=True)
 WHOLE = Number(int, words=(), optional=False, as_bytes=False)
 REAL = Number(float, words=(), optional=False, as_bytes=False)
+
+
+class Interruption(click.ClickException):
+    """Ctrl-C ended the command; the exit code is a shell's for it."""
+
+    exit_code = 130
 
 
 class OneLineErrors(click.Group):
@@ -237,11 +275,109 @@ def generate(
             click.echo(json.dumps(_output_json(output), ensure_ascii=False) if as_json else _output_text(output))
 
 
+@cli.command(cls=GroupedCommand, flags={**sampling_options.flags, **engine_options.flags})
+@click.option("--system-prompt", help="What the conversation begins with.", cls=GroupedOption, group="The conversation")
+@sampling_options
+@engine_options
+@click.pass_context
+def chat(ctx: click.Context, system_prompt: str | None, **_: Any) -> None:
+    """Talk with a model: in a terminal, or one message a line from standard input. /help lists commands."""
+    given = sampling_options.given(ctx)
+    if given.get("n", 1) != 1:
+        raise click.UsageError(f"--n {given['n']}: a conversation goes on with one answer; leave it out")
+    try:
+        SamplingParams(**given)
+    except LamellaError as error:
+        raise Refusal(with_flags(str(error), sampling_options.flags)) from error
+    with LLM(**engine_options.given(ctx)) as llm:
+        params = dataclasses.replace(llm.get_default_sampling_params(), **{"max_tokens": None, **given})
+        run_chat(Conversation(llm, params, system_prompt), sys.stdin, sys.stdout)
+
+
 def _adapter(lora: str) -> LoRARequest:
     name, is_given, folder = lora.partition("=")
     if not (name and is_given and folder):
         raise click.UsageError(f"--lora {lora!r}: give NAME=FOLDER")
     return LoRARequest(name, 1, folder)
+
+
+@cli.command(name="run-batch", cls=GroupedCommand, flags=BATCH_FLAGS)
+@click.option(
+    "-i",
+    "--input",
+    "input_path",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Rows to answer, as JSON lines (.jsonl, .jsonl.gz) or Parquet: the OpenAI batch format, or rows with a prompt "
+    "or messages.",
+    cls=GroupedOption,
+    group=INPUT_GROUP,
+)
+@click.option(
+    "-o",
+    "--output",
+    "output_path",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Where answers are appended as they come; rows that it answers already are not run again.",
+    cls=GroupedOption,
+    group=INPUT_GROUP,
+)
+@click.option(
+    "--overwrite", is_flag=True, help="Begin anew where there is output already.", cls=GroupedOption, group=INPUT_GROUP
+)
+@click.option(
+    "--lookahead-prompts",
+    type=WHOLE,
+    default=4096,
+    show_default=True,
+    help="Most rows that are read before they are answered.",
+    cls=GroupedOption,
+    group=INPUT_GROUP,
+)
+@click.option(
+    "--lora",
+    metavar="NAME=FOLDER",
+    help="A LoRA adapter, as PEFT saves one, for all rows; enables adapters.",
+    cls=GroupedOption,
+    group="Adapters",
+)
+@sampling_options
+@engine_options
+@click.pass_context
+def run_batch_command(
+    ctx: click.Context,
+    input_path: Path,
+    output_path: Path,
+    overwrite: bool,
+    lookahead_prompts: int,
+    lora: str | None,
+    **_: Any,
+) -> None:
+    """Answer the rows of a file in another. Sampling flags hold for rows that do not say otherwise. The same command
+    goes on where an earlier one was interrupted or killed."""
+    files = BatchFiles(input_path, output_path, overwrite)
+    check_lookahead(lookahead_prompts)
+    defaults = sampling_options.given(ctx)
+    try:
+        SamplingParams(**defaults)
+    except LamellaError as error:  # caught here, since its --seed is not the engine's
+        raise Refusal(with_flags(str(error), sampling_options.flags)) from error
+    engine_arguments, adapter = engine_options.given(ctx), None if lora is None else _adapter(lora)
+    if adapter is not None:
+        engine_arguments["enable_lora"] = True
+    try:
+        run_batch(
+            files,
+            lambda: LLM(**engine_arguments),
+            defaults=defaults,
+            model_name=engine_arguments["model"],
+            lora_request=adapter,
+            lookahead_prompts=lookahead_prompts,
+            tell=lambda summary: click.echo(summary.report(), err=True),
+        )
+    except KeyboardInterrupt:
+        raise Interruption("interrupted; the same command goes on where this one ended") from None
 
 
 @cli.command(cls=GroupedCommand, flags=PLAN_FLAGS)
@@ -303,22 +439,66 @@ def bench() -> None:
     "--num-warmups", type=WHOLE, default=0, show_default=True, help="Requests to run before the clock starts."
 )
 @click.option("--temperature", type=REAL, default=1.0, show_default=True, help="0 is greedy.")
+@click.option("--n", type=WHOLE, default=1, show_default=True, help="Samples of each prompt.")
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="lamella",
+    show_default=True,
+    help="What runs them; hf is transformers.",
+)
+@click.option("--async-engine", is_flag=True, help="Run lamella's AsyncEngine, every request a task of its own.")
+@click.option(
+    "--hf-max-batch-size", type=WHOLE, default=16, show_default=True, help="Prompts at a time of transformers."
+)
 @click.option("--output-json", type=click.Path(), help="Also write the figures to this file.")
+@click.option("--plot", type=click.Path(), help="Also draw the latencies into this PNG.")
 @engine_options
 @click.pass_context
-def throughput(
-    ctx: click.Context, num_prompts: int, num_warmups: int, temperature: float, output_json: str | None, **_: Any
-) -> None:
+def throughput(ctx: click.Context, **options: Any) -> None:
     """Send all requests at once and report tokens per second of generation."""
     args = ThroughputArgs(
         engine_args=engine_options.given(ctx),
         dataset=DatasetOptions(**dataset_options.given(ctx)),
-        num_prompts=num_prompts,
-        num_warmups=num_warmups,
-        temperature=temperature,
-        output_json=output_json,
+        **{name: options[name] for name in THROUGHPUT_FLAGS},
     )
     click.echo(run_throughput(args, LLM).report())
+
+
+@bench.command(cls=GroupedCommand, flags={**engine_options.flags, **LATENCY_FLAGS})
+@click.option("--input-len", type=WHOLE, default=32, show_default=True, help="Tokens of each prompt.")
+@click.option("--output-len", type=WHOLE, default=128, show_default=True, help="Tokens to generate for each.")
+@click.option("--batch-size", type=WHOLE, default=8, show_default=True, help="Prompts at once.")
+@click.option("--n", type=WHOLE, default=1, show_default=True, help="Samples of each prompt.")
+@click.option("--num-iters-warmup", type=WHOLE, default=10, show_default=True, help="Batches without a clock.")
+@click.option("--num-iters", type=WHOLE, default=30, show_default=True, help="Batches to measure.")
+@click.option("--output-json", type=click.Path(), help="Also write the figures to this file.")
+@engine_options
+@click.pass_context
+def latency(ctx: click.Context, **options: Any) -> None:
+    """Run one batch again and again and report how long it takes."""
+    own = {name: options[name] for name in LATENCY_FLAGS}
+    click.echo(run_latency(LatencyArgs(engine_args=engine_options.given(ctx), **own), LLM).report())
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@click.option("--native", is_flag=True, help="Only those that lamella's own layers run.")
+def models(as_json: bool, native: bool) -> None:
+    """List the architectures that run, and whose layers run them."""
+    rows = [row for row in model_rows() if not native or row["backend"] == "native"]
+    click.echo("\n".join(json.dumps(row) for row in rows) if as_json else models_table(rows))
+
+
+@cli.command(name="trace-picture")
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False))
+@click.option("-o", "--output", type=click.Path(), help="File for the page.  [default: the trace's name with .html]")
+def trace_picture(trace: str, output: str | None) -> None:
+    """Draw the KV memory over time, from a trace that --profile wrote, as one HTML page."""
+    path = str(Path(trace).with_suffix(".html")) if output is None else output
+    check_output_path("output", path)
+    story = draw_arena(trace, path)
+    click.echo(f"{path}: {len(story.requests)} requests, {len(story.hits)} prefix hits, {story.end / 1e6:.3f} s")
 
 
 @cli.group(name="cache", invoke_without_command=True)

@@ -138,8 +138,8 @@ def test_other_errors_are_not_hidden(monkeypatch):
     assert isinstance(generate("--prompt", "x").exception, ZeroDivisionError)
 
 
-# `plan` and `cache clear` run no engine.
-ENGINE_COMMANDS = [command for command in leaf_commands(lamella.cli.cli) if command.name not in ("plan", "clear")]
+NO_ENGINE = ("plan", "clear", "models", "trace-picture")
+ENGINE_COMMANDS = [command for command in leaf_commands(lamella.cli.cli) if command.name not in NO_ENGINE]
 
 
 @pytest.mark.parametrize("command", ENGINE_COMMANDS, ids=lambda command: command.name)

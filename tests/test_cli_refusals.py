@@ -270,6 +270,7 @@ def test_help_of_generate_is_in_groups():
         "Reuse of what prompts have in common",
         "How sliding and full layers share memory",
         "Speed and checks",
+        "A view inside",
         "Other options",
     ]
     sections = dict(zip(headings(text), re.split(r"^\S.*:$", text, flags=re.M)[1:], strict=True))
@@ -278,11 +279,11 @@ def test_help_of_generate_is_in_groups():
     assert re.findall(r"^  (--?[\w-]+)", sections["Other options"], re.M) == ["-h"]
 
 
-@pytest.mark.parametrize("command", ["generate", "throughput"])
+@pytest.mark.parametrize("command", ["generate", "throughput", "latency", "chat"])
 def test_every_flag_has_help_in_plain_words(command):
     """Some, and with no name that only Python knows."""
     commands = lamella.cli.cli.commands
-    found = commands["bench"].commands[command] if command == "throughput" else commands[command]
+    found = commands["bench"].commands.get(command) or commands[command]
     for parameter in found.params:
         assert isinstance(parameter, click.Option)
         assert parameter.help, parameter.name

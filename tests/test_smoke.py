@@ -22,9 +22,11 @@ PACKAGE = Path(lamella.__file__).parent
 FLOORS = (
     "cli",
     "planner",
+    "batch_files",
     "benchmark",
     "integrations",
     "engine",
+    "observability",
     "model_executor",
     "attention",
     "kv_cache",
@@ -35,7 +37,19 @@ FLOORS = (
     "argument_checks",
     "errors",
 )
-ABOVE = ("cli_options", "cli_prompts", "__main__", "sampling_params", "lora", "inputs", "outputs")  # with cli, on top
+BESIDE_ENGINE = ("distributed",)  # engines and their steps in several processes: of the engine's floor
+ABOVE = (
+    "cli_options",
+    "cli_prompts",
+    "cli_chat",
+    "cli_models",
+    "__main__",
+    "sampling_params",
+    "lora",
+    "inputs",
+    "outputs",
+    "metrics",
+)  # with cli, on top
 
 # What scheduling may import, besides itself. Of the cache, that is its boundary, and what passes it.
 SCHEDULING_NEEDS = {
@@ -128,7 +142,7 @@ def module_level_imports(tree):
 
 def floor_of(module_name):
     name = module_name.split(".")[1] if "." in module_name else module_name
-    return "cli" if name in ABOVE else name
+    return "cli" if name in ABOVE else "engine" if name in BESIDE_ENGINE else name
 
 
 def test_everything_public_is_there():
@@ -163,6 +177,8 @@ def test_import_leaves_the_process_as_it_was():
         (errors.ModelLoadError, ValueError),
         (errors.RequestError, ValueError),
         (errors.EngineClosedError, RuntimeError),
+        (errors.WorkerLostError, RuntimeError),
+        (errors.ReplicaLostError, RuntimeError),
         (errors.ForkedProcessError, RuntimeError),
         (errors.InvariantError, AssertionError),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from kv_replay.closed_loop import ClosedLoop
 from kv_replay.results import Measurements, PromptCost, median
 from kv_replay.traces import TraceRequest, token_ids
+from lamella.engine.engine_view import EngineView, snapshot_of
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduling.request import Request
 from lamella.engine.scheduling.scheduler import Scheduler
@@ -26,9 +28,12 @@ GREEDY = SamplingParams(temperature=0)
 
 
 class Driver:
-    """Steps a scheduler whose requests' outputs are known beforehand, and takes notes."""
+    """Steps a scheduler whose requests' outputs are known beforehand, and takes notes. view: what is told of each step,
+    as an engine tells it, which counts as part of the step; None: nothing is."""
 
-    def __init__(self, scheduler: Scheduler, *, budget_bytes: int) -> None:
+    def __init__(self, scheduler: Scheduler, *, budget_bytes: int, view: EngineView | None = None) -> None:
+        self._view = view
+        self._watched: Any = SimpleNamespace(scheduler=scheduler, manager=scheduler.manager)
         self.scheduler = scheduler
         self._outputs: dict[str, np.ndarray] = {}
         self._arrival_step: dict[str, int] = {}
@@ -68,7 +73,11 @@ class Driver:
         seconds, plan = 0.0, None
         for _ in range(MAX_IDLE_STEPS):
             start = time.perf_counter()
+            if self._view is not None:
+                self._view.step_begins()
             plan = self.scheduler.schedule()
+            if self._view is not None:
+                self._view.planned(self._watched)
             seconds += time.perf_counter() - start
             if plan is not None:
                 break
@@ -77,7 +86,14 @@ class Driver:
         self._note(plan)
         result = self._execute(plan)
         start = time.perf_counter()
+        if self._view is not None:
+            self._view.launched(plan)
+            self._view.part_ends("wait")
         new_tokens = self.scheduler.update(result)
+        if self._view is not None:
+            self._view.part_ends("update")
+            self._view.processed(new_tokens, ())
+            self._view.step_ends(self._watched)
         finished = [request.request_id for request in new_tokens.ended]
         self.step_seconds.append((seconds, time.perf_counter() - start))
         for request_id in finished:
@@ -212,13 +228,20 @@ def replay(
 
 
 def decode_only(
-    scheduler: Scheduler, *, num_requests: int, context_tokens: int, num_steps: int, budget_bytes: int
+    scheduler: Scheduler,
+    *,
+    num_requests: int,
+    context_tokens: int,
+    num_steps: int,
+    budget_bytes: int,
+    view: EngineView | None = None,
 ) -> Measurements:
-    """`num_steps` steps in which `num_requests` requests of different prompts decode, after their prefill.
+    """`num_steps` steps in which `num_requests` requests of different prompts decode, after their prefill. view: see
+    Driver.
 
     Steps, batch size and host time are those of the pure decode alone.
     """
-    driver = Driver(scheduler, budget_bytes=budget_bytes)
+    driver = Driver(scheduler, budget_bytes=budget_bytes, view=view)
     for prompt, output in decode_prompts(num_requests, context_tokens, num_steps):
         driver.add(f"r{len(driver._outputs)}", prompt, output)
     while len(scheduler.running) < num_requests or not _all_decode(scheduler):
@@ -227,6 +250,17 @@ def decode_only(
     for _ in range(num_steps):
         driver.step()
     return driver.measurements()
+
+
+def view_of(scheduler: Scheduler, *, trace_file: str | None) -> EngineView:
+    """What an engine with this scheduler would tell of its steps. trace_file: of `profile=`; None: no trace."""
+    manager = scheduler.manager
+    pool = SimpleNamespace(num_slabs=manager.settings.num_slabs, max_model_len=manager.settings.max_model_len)
+    loaded: Any = SimpleNamespace(
+        scheduler=scheduler, manager=manager, layout=manager.layout, pool=pool, runner=SimpleNamespace(clock=None)
+    )
+    config: Any = SimpleNamespace(model="none", disable_log_stats=False, profile=trace_file)
+    return EngineView(config, loaded, lambda: snapshot_of(loaded))
 
 
 def prompt_cost(

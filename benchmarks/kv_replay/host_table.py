@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from kv_replay import drive, vllm_process
 from kv_replay.jobs import Job, result_of
@@ -120,7 +122,7 @@ def _run(
 def _decode(sizes: DecodeSizes, vllm_python: str | None, cell: Cell, system: System, limits: Limits) -> Outcome:
     specs = layer_specs(cell.layout)
     memory = {"budget_bytes": cell.budget_bytes, "max_model_len": sizes.max_model_len(limits)}
-    counts = {
+    counts: dict[str, Any] = {
         "num_requests": sizes.num_requests,
         "context_tokens": sizes.context_tokens,
         "num_steps": sizes.num_steps,
@@ -128,7 +130,12 @@ def _decode(sizes: DecodeSizes, vllm_python: str | None, cell: Cell, system: Sys
     if system.is_vllm:
         return vllm_process.decode_only(vllm_python, system, specs, limits, **counts, **memory)
     scheduler = build_scheduler(system, specs, limits, **memory)
-    return drive.decode_only(scheduler, budget_bytes=cell.budget_bytes, **counts)
+    if system.kind not in ("viewed", "profiled"):
+        return drive.decode_only(scheduler, budget_bytes=cell.budget_bytes, **counts)
+    with tempfile.TemporaryDirectory() as folder:
+        trace_file = f"{folder}/trace.json" if system.kind == "profiled" else None
+        view = drive.view_of(scheduler, trace_file=trace_file)
+        return drive.decode_only(scheduler, budget_bytes=cell.budget_bytes, view=view, **counts)
 
 
 def _take_in(sizes: PromptSizes, vllm_python: str | None, cell: Cell, system: System, limits: Limits) -> Outcome:

@@ -2,6 +2,8 @@
 
 lamella       slabs lent to whichever group needs them
 hinted        the same, and requests say where prompts will part (`prefix_boundary`), where the trace knows
+viewed        lamella with metrics and the line in the log, told of steps as the engine tells it
+profiled      the same, and a trace is written
 split:R       fixed pools, R windowed tokens per full token
 hybrid-off    every layer keeps its KV for the request's life
 vllm          vLLM's own scheduler and KV cache manager (see `vllm_process`); vllm:I keeps a window every I tokens
@@ -48,7 +50,8 @@ class Labels(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """kind: "lamella", "hinted", "split", "hybrid-off", "vllm" or "vllm-dense"; value: what follows the colon."""
+    """kind: "lamella", "hinted", "viewed", "profiled", "split", "hybrid-off", "vllm" or "vllm-dense"; value: what
+    follows the colon."""
 
     kind: str
     value: float | None = None
@@ -80,14 +83,15 @@ def parse_system(text: str) -> System:
     except ValueError:
         number = -1.0
     takes_value = {
-        "lamella": (False,), "hinted": (False,), "hybrid-off": (False,), "split": (True,), "vllm": (False, True),
+        "lamella": (False,), "hinted": (False,), "viewed": (False,), "profiled": (False,), "hybrid-off": (False,),
+        "split": (True,), "vllm": (False, True),
         "vllm-dense": (False,),
     }  # fmt: skip
     is_sensible = number is None or (number > 0 if kind == "split" else number >= 0)
     if (number is not None) not in takes_value.get(kind, ()) or not is_sensible:
         raise ConfigError(
-            f"system {text!r} is not known; use lamella, hinted, split:RATIO, hybrid-off, vllm, vllm:INTERVAL or "
-            "vllm-dense"
+            f"system {text!r} is not known; use lamella, hinted, split:RATIO, viewed, profiled, hybrid-off, vllm, "
+            "vllm:INTERVAL or vllm-dense"
         )
     return System(kind, number)
 

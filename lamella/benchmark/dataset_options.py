@@ -14,9 +14,11 @@ from lamella.benchmark.datasets import (
     NUM_TOKENS_OR_NONE,
     RANGE_RATIO,
     TRACE_SCALE,
+    CustomDataset,
     PrefixRepetitionDataset,
     RandomDataset,
     ShareGPTDataset,
+    SonnetDataset,
     TraceDataset,
 )
 from lamella.benchmark.requests import NUM_PROMPTS, Dataset
@@ -35,6 +37,10 @@ _RANGES: dict[str, WholeRange | RealRange] = {
     "prefix_repetition_suffix_len": NUM_TOKENS_OR_NONE,
     "prefix_repetition_num_prefixes": NUM_PROMPTS,
     "prefix_repetition_output_len": NUM_TOKENS,
+    "sonnet_input_len": NUM_TOKENS,
+    "sonnet_output_len": NUM_TOKENS,
+    "sonnet_prefix_len": NUM_TOKENS_OR_NONE,
+    "custom_output_len": NUM_TOKENS,
     "trace_scale": TRACE_SCALE,
 }
 
@@ -43,8 +49,8 @@ _RANGES: dict[str, WholeRange | RealRange] = {
 class DatasetOptions:
     """The data set flags of vLLM's `bench throughput`, and traces. None means: not given.
 
-    dataset_name: random, prefix-repetition, sharegpt or trace.
-    dataset_path: file of the sharegpt or trace data set.
+    dataset_name: random, prefix-repetition, sharegpt, sonnet, custom or trace.
+    dataset_path: file of the sharegpt (JSON), sonnet (text), custom (JSONL) or trace data set.
     input_len: prompt tokens of random (without its prefix) or of prefix-repetition (prefix and suffix).
     output_len: output tokens of any data set, instead of its default or recorded ones.
     random_input_len: [default: 1024]
@@ -55,12 +61,16 @@ class DatasetOptions:
     prefix_repetition_suffix_len: [default: 256]
     prefix_repetition_num_prefixes: [default: 10]
     prefix_repetition_output_len: [default: 128]
+    sonnet_input_len: [default: 550]
+    sonnet_output_len: [default: 150]
+    sonnet_prefix_len: tokens of lines that all sonnet prompts start with [default: 200]
+    custom_output_len: of rows that give no output_tokens [default: 256]
     trace_scale: factor on all lengths of a trace [default: 1.0]
 
     Raises ConfigError from `dataset()` where flags contradict each other, or one belongs to another data set.
     """
 
-    dataset_name: Literal["random", "prefix-repetition", "sharegpt", "trace"] = "random"
+    dataset_name: Literal["random", "prefix-repetition", "sharegpt", "sonnet", "custom", "trace"] = "random"
     dataset_path: str | None = None
     input_len: int | None = None
     output_len: int | None = None
@@ -72,6 +82,10 @@ class DatasetOptions:
     prefix_repetition_suffix_len: int | None = None
     prefix_repetition_num_prefixes: int | None = None
     prefix_repetition_output_len: int | None = None
+    sonnet_input_len: int | None = None
+    sonnet_output_len: int | None = None
+    sonnet_prefix_len: int | None = None
+    custom_output_len: int | None = None
     trace_scale: float | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +98,8 @@ class DatasetOptions:
             "random": self._random,
             "prefix-repetition": self._prefix_repetition,
             "sharegpt": self._sharegpt,
+            "sonnet": self._sonnet,
+            "custom": self._custom,
             "trace": self._trace,
         }
         if self.dataset_name not in makers:
@@ -123,6 +139,18 @@ class DatasetOptions:
         self._refuse_input_len()
         return ShareGPTDataset(path=self._path(), output_len=self.output_len)
 
+    def _sonnet(self) -> SonnetDataset:
+        return SonnetDataset(
+            path=self._path(),
+            input_len=self._agreed("input_len", "sonnet_input_len", 550),
+            output_len=self._agreed("output_len", "sonnet_output_len", 150),
+            prefix_len=_or_default(self.sonnet_prefix_len, 200),
+        )
+
+    def _custom(self) -> CustomDataset:
+        self._refuse_input_len()
+        return CustomDataset(path=self._path(), output_len=self._agreed("output_len", "custom_output_len", 256))
+
     def _trace(self) -> TraceDataset:
         self._refuse_input_len()
         return TraceDataset(path=self._path(), scale=_or_default(self.trace_scale, 1.0), output_len=self.output_len)
@@ -153,7 +181,7 @@ class DatasetOptions:
         for name in given:
             owners = [owner for owner in dataset_names if name.startswith(owner.replace("-", "_") + "_")]
             if name == "dataset_path":
-                owners = ["sharegpt", "trace"]
+                owners = ["sharegpt", "sonnet", "custom", "trace"]
             if owners and self.dataset_name not in owners:
                 raise ConfigError(
                     f"{_flag(name)} has no effect with --dataset-name {self.dataset_name}; leave it out, "

@@ -162,6 +162,85 @@ class ShareGPTDataset:
 
 
 @dataclass(frozen=True, slots=True)
+class SonnetDataset:
+    """Prompts made of a text's lines: the same first lines for all, prefix_len tokens of them, then lines at random up
+    to about input_len tokens.
+
+    path: a text file; lines are taken whole, so a prompt is at most input_len tokens and falls short by less than a
+    line. Raises ConfigError where the text is too short.
+    """
+
+    path: Path
+    input_len: int = 550
+    output_len: int = 150
+    prefix_len: int = 200
+
+    def __post_init__(self) -> None:
+        _require_file(self.path)
+        _check(NUM_TOKENS, input_len=self.input_len, output_len=self.output_len)
+        _check(NUM_TOKENS_OR_NONE, sonnet_prefix_len=self.prefix_len)
+        if self.prefix_len > self.input_len:
+            raise ConfigError(
+                f"sonnet_prefix_len={self.prefix_len} is more than the {self.input_len} tokens of a prompt; lower it"
+            )
+
+    def requests(self, context: DrawContext) -> Iterator[BenchmarkRequest]:
+        check_lengths(self.input_len, self.output_len, context)
+        lines = [context.encode(text + "\n") for _, text in numbered_lines(self.path) if text.strip()]
+        lines = [line for line in lines if line]
+        if not lines or min(map(len, lines)) > self.input_len:
+            raise ConfigError(f"{self.path} has no line of at most {self.input_len} tokens; raise the input length")
+        prefix: list[int] = []
+        for line in lines:
+            if len(prefix) + len(line) > self.prefix_len:
+                break
+            prefix += line
+        shortest = min(map(len, lines))
+        rng = np.random.default_rng(context.seed)
+        for _ in range(context.num_prompts):
+            prompt = list(prefix)
+            while self.input_len - len(prompt) >= shortest:
+                line = lines[int(rng.integers(len(lines)))]
+                if len(prompt) + len(line) <= self.input_len:
+                    prompt += line
+                elif self.input_len - len(prompt) < 2 * shortest:
+                    break
+            if not prompt:
+                raise ConfigError(f"{self.path}: no line fits into {self.input_len} tokens; raise the input length")
+            yield BenchmarkRequest(prompt, self.output_len)
+
+
+@dataclass(frozen=True, slots=True)
+class CustomDataset:
+    """Prompts from a JSONL file, in its order: {"prompt": "..."} a line, with an optional "output_tokens".
+
+    output_len: for lines without a length of their own; -1 is not taken, since outputs do not end by themselves here.
+    """
+
+    path: Path
+    output_len: int = 256
+
+    def __post_init__(self) -> None:
+        _require_file(self.path)
+        _check(NUM_TOKENS, output_len=self.output_len)
+
+    def requests(self, context: DrawContext) -> Iterator[BenchmarkRequest | None]:
+        for number, text in numbered_lines(self.path):
+            row, where = parsed_json(self.path, number, text), place(self.path, number)
+            if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+                raise ConfigError(
+                    f'{where}: {shown(row)} is no row of a custom data set; needed is {{"prompt": "..."}}'
+                )
+            length = row.get("output_tokens")
+            output_len = self.output_len
+            if length is not None:
+                output_len = NUM_TOKENS.check(f"{where}: output_tokens", length, ConfigError)
+            prompt = context.encode(row["prompt"])
+            fits = prompt and len(prompt) + output_len <= context.max_model_len
+            yield BenchmarkRequest(prompt, output_len) if fits else None
+
+
+@dataclass(frozen=True, slots=True)
 class TraceDataset:
     """Recorded traffic without its text: lengths, and where the trace has them, which prompts share a prefix.
 

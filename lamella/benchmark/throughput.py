@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +13,14 @@ from typing import Any
 import numpy as np
 
 from lamella import LLM, SamplingParams
-from lamella.argument_checks import WholeRange
+from lamella.argument_checks import WholeRange, shown
+from lamella.benchmark.backends import BACKENDS, RunSettings, open_backend
 from lamella.benchmark.dataset_options import DatasetOptions
+from lamella.benchmark.request_times import RequestTimes, plot_times
 from lamella.benchmark.requests import NUM_PROMPTS, BenchmarkRequest, DrawContext, draw_requests
-from lamella.errors import ConfigError, LamellaError
+from lamella.errors import ConfigError
 from lamella.output_path import check_output_path
+from lamella.plot_path import check_plot_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class ThroughputArgs:
 
     engine_args: fields of EngineConfig; their seed also draws the prompts. num_warmups: random prompts,
     as long as the first of the run, to generate before the clock starts. output_json: file for the result.
+    n: samples of each prompt. backend: what runs them, one of BACKENDS; async_engine: lamella's AsyncEngine.
+    hf_max_batch_size: prompts at a time of transformers. plot: PNG file for the latencies.
     """
 
     engine_args: Mapping[str, Any]
@@ -35,11 +39,25 @@ class ThroughputArgs:
     num_warmups: int = 0
     temperature: float = 1.0
     output_json: str | None = None
+    n: int = 1
+    backend: str = "lamella"
+    async_engine: bool = False
+    hf_max_batch_size: int = 16
+    plot: str | None = None
 
     def __post_init__(self) -> None:
         NUM_PROMPTS.check("num_prompts", self.num_prompts, ConfigError)
         WholeRange(0, NUM_PROMPTS.most).check("num_warmups", self.num_warmups, ConfigError)
         SamplingParams(temperature=self.temperature)  # raises where it is out of range
+        for name in ("n", "hf_max_batch_size"):
+            WholeRange(1, 10**6).check(name, getattr(self, name), ConfigError)
+        if self.n > 1 and not self.temperature:
+            raise ConfigError(f"n={self.n} with temperature=0: greedy samples are all the same; raise the temperature")
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend={shown(self.backend)} is not known; choose one of {', '.join(BACKENDS)}")
+        if self.async_engine and self.backend != "lamella":
+            raise ConfigError(f"async_engine=True with backend={self.backend!r}: only lamella is run so; leave one out")
+        check_plot_path(self.plot)
         check_output_path("output_json", self.output_json)  # found out now rather than after the run
 
 
@@ -61,6 +79,7 @@ class ThroughputResult:
     num_output_tokens: int
     peak_memory_bytes: int
     peak_pages: dict[str, int]
+    times: RequestTimes = field(default_factory=RequestTimes)
 
     @property
     def num_total_tokens(self) -> int:
@@ -86,6 +105,7 @@ class ThroughputResult:
             "peak_memory_bytes": self.peak_memory_bytes,
             "prefix_hit_share": self.prefix_hit_share,
             "peak_pages": self.peak_pages,
+            **self.times.to_json(),
         }
 
     def report(self) -> str:
@@ -100,8 +120,11 @@ class ThroughputResult:
             f"Time to load:             {self.load_seconds:.2f} s",
             f"Peak memory:              {self.peak_memory_bytes / 2**20:.0f} MiB",
             f"Prefix-hit share:         {100 * self.prefix_hit_share:.1f} %",
-            f"Peak pages per group:     {', '.join(f'{name} {n}' for name, n in self.peak_pages.items())}",
         ]
+        if self.peak_pages:
+            pages = ", ".join(f"{name} {n}" for name, n in self.peak_pages.items())
+            lines.append(f"Peak pages per group:     {pages}")
+        lines += self.times.report()
         if self.num_skipped:
             lines.append(f"Skipped requests:         {self.num_skipped} (longer than max_model_len)")
         return "\n".join(lines)
@@ -113,52 +136,43 @@ def run_throughput(args: ThroughputArgs, llm_factory: Callable[..., LLM] = LLM) 
     Raises ConfigError where the data set's options contradict each other (before anything is loaded)
     or its requests do not fit the model.
     """
-    dataset = args.dataset.dataset()
-    with llm_factory(**args.engine_args) as llm:
+    dataset, settings = args.dataset.dataset(), RunSettings(args.temperature, args.n)
+    with open_backend(
+        args.backend,
+        args.engine_args,
+        is_async=args.async_engine,
+        max_batch_size=args.hf_max_batch_size,
+        llm_factory=llm_factory,
+    ) as backend:
         context = DrawContext(
             num_prompts=args.num_prompts,
-            vocab_size=llm.model_config.vocab_size,
-            max_model_len=llm.engine.max_model_len,
+            vocab_size=backend.vocab_size,
+            max_model_len=backend.max_model_len,
             seed=args.engine_args.get("seed") or 0,
-            encode=lambda text: list(llm.get_tokenizer().encode(text)),
+            encode=backend.encode,
         )
         drawn = draw_requests(dataset, context)
         if args.num_warmups:
-            _generate(llm, _warmup_requests(drawn.requests[: args.num_warmups], context), args.temperature)
-        elapsed_seconds, outputs = _generate(llm, drawn.requests, args.temperature)
+            backend.run(_warmup_requests(drawn.requests[: args.num_warmups], context), settings)
+        counts = backend.run(drawn.requests, settings)
         result = ThroughputResult(
             model_id=args.engine_args["model"],
-            elapsed_seconds=elapsed_seconds,
-            load_seconds=llm.load_seconds,
-            num_requests=len(outputs),
+            elapsed_seconds=counts.seconds,
+            load_seconds=backend.load_seconds,
+            num_requests=counts.num_requests,
             num_skipped=drawn.num_skipped,
-            num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
-            num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
-            num_output_tokens=sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
+            num_prompt_tokens=counts.num_prompt_tokens,
+            num_cached_tokens=counts.num_cached_tokens,
+            num_output_tokens=counts.num_output_tokens,
             peak_memory_bytes=_peak_memory_bytes(),
-            peak_pages=dict(llm.engine.stats().peak_pages),
+            peak_pages=backend.peak_pages(),
+            times=counts.times,
         )
+    if args.plot is not None:
+        plot_times(result.times, f"{result.model_id}: {result.num_requests} requests", args.plot)
     if args.output_json is not None:
         Path(args.output_json).write_text(json.dumps(result.to_json(), indent=4) + "\n", encoding="utf-8")
     return result
-
-
-def _generate(llm: LLM, requests: tuple[BenchmarkRequest, ...], temperature: float) -> tuple[float, list[Any]]:
-    """(seconds, outputs) of one call to generate. Raises LamellaError where a request ended with an error."""
-    prompts = [request.prompt_token_ids for request in requests]
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=request.output_len, ignore_eos=True) for request in requests
-    ]
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=True)
-    elapsed_seconds = time.perf_counter() - start
-    for output in outputs:
-        for completion in output.outputs:
-            if completion.finish_reason == "error":
-                raise LamellaError(
-                    f"request {output.request_id} failed, so the time is of no use: {completion.stop_reason}"
-                )
-    return elapsed_seconds, outputs
 
 
 def _warmup_requests(requests: tuple[BenchmarkRequest, ...], context: DrawContext) -> tuple[BenchmarkRequest, ...]:

@@ -43,7 +43,11 @@ WHOLE_NUMBERS = {
     "max_cpu_loras": WholeRange(1, 2**16),
     "max_lora_rank": WholeRange(1, 2**16),
     "max_pinned_bytes": WholeRange(0, 2**50),
+    "tensor_parallel_size": WholeRange(1, 2**10),
+    "data_parallel_size": WholeRange(1, 2**14),
+    "distributed_timeout_seconds": WholeRange(1, 2**20),
 }
+EXECUTOR_BACKENDS = (None, "mp", "ray")
 MAX_CPU_LORAS = 16
 MAX_MODEL_LEN = WholeRange(-1, MOST_TOKENS, f'a whole number from 1 to {MOST_TOKENS}, or "auto" (or -1)')
 _FRACTIONS = ("kv_cache_memory_fraction", "gpu_memory_utilization")
@@ -54,6 +58,7 @@ _TRUTH_VALUES = (
     "enforce_eager",
     "check_invariants",
     "enable_lora",
+    "disable_log_stats",
     "async_scheduling",
 )
 
@@ -119,8 +124,18 @@ class EngineConfig:
     max_lora_rank: largest rank of an adapter; None: any.
     speculative_config: draft tokens from texts that are there and verify several in a step, such as {"method":
         "suffix"} or {"method": "ngram", "num_speculative_tokens": 8}; None: do not. Outputs are the same.
+    tensor_parallel_size: workers that compute every layer together, each with its share of heads, MLP columns and
+        experts (docs/scaling.md). Memory for KV is each worker's own.
+    data_parallel_size: whole engines that share an LLM's requests, each with a model and a cache of its own.
+    distributed_executor_backend: what starts other processes: "mp" (on this machine) or "ray"; None: "mp" for
+        workers, "ray" for engines.
+    distributed_timeout_seconds: how long a worker that is there may let the others wait, in seconds.
+    ray_actor_options: what Ray is told of each process that it starts, such as {"num_cpus": 4} or {"num_gpus": 1}.
     cache_dir: folder for converted weights; None: the user's cache folder.
     check_invariants: check the KV bookkeeping after every step (slow; for tests and debugging).
+    disable_log_stats: keep no metrics, and log no line of how fast it goes.
+    profile: file to write a trace of steps, requests and KV memory to, for Perfetto and `lamella trace-picture`; None:
+        none.
     """
 
     model: str
@@ -159,8 +174,15 @@ class EngineConfig:
     max_cpu_loras: int | None = None
     max_lora_rank: int | None = None
     speculative_config: Mapping[str, Any] | None = None
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+    distributed_timeout_seconds: int = 60
+    ray_actor_options: Mapping[str, Any] | None = None
     cache_dir: str | None = None
     check_invariants: bool = False
+    disable_log_stats: bool = False
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -178,7 +200,7 @@ class EngineConfig:
 
     def _check_values(self) -> None:
         """Bring every field to its own type and check its range, or refuse it."""
-        for name in ("model", "tokenizer", "cache_dir"):
+        for name in ("model", "tokenizer", "cache_dir", "profile"):
             value = getattr(self, name)
             if value is not None or name == "model":
                 self._set(name, path_text(name, value, ConfigError))
@@ -196,6 +218,13 @@ class EngineConfig:
         self._require_one_of("kv_cache_dtype", tuple(KV_CACHE_DTYPES))
         self._require_one_of("kv_split", KV_SPLITS)
         self._require_one_of("scheduling_policy", SCHEDULING_POLICIES)
+        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size == 1:  # vLLM's word for no other
+            self._set("distributed_executor_backend", None)
+        self._require_one_of("distributed_executor_backend", EXECUTOR_BACKENDS)
+        if not (self.ray_actor_options is None or isinstance(self.ray_actor_options, Mapping)):
+            raise ConfigError(
+                f"ray_actor_options={shown(self.ray_actor_options)}: give a mapping, such as {{'num_cpus': 4}}"
+            )
         self._check_device()
         for name, whole in WHOLE_NUMBERS.items():
             if getattr(self, name) is not None:

@@ -15,8 +15,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from lamella.argument_checks import shown
+from lamella.distributed.start_workers import start_workers
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine_inspection import EngineInspection
+from lamella.engine.engine_view import EngineView, snapshot_of
 from lamella.engine.held_interrupts import HeldInterrupts
 from lamella.engine.loaded_adapters import LoadedAdapter, LoadedAdapters
 from lamella.engine.logits_processors import logits_functions
@@ -25,8 +27,9 @@ from lamella.engine.model_opening import ServedConfig
 from lamella.engine.model_setup import LoadedEngine, load_engine
 from lamella.engine.output_processor import OutputProcessor
 from lamella.engine.outputs import RequestOutput
-from lamella.engine.prompts import ParsedPrompt, parse_prompt
-from lamella.engine.request_rules import RuleMaker, make_prompt_scores
+from lamella.engine.prompts import ParsedPrompt
+from lamella.engine.request_parser import RequestParser, drawn_seed
+from lamella.engine.request_rules import make_prompt_scores
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.saved_prefixes import (
     PrefixFile,
@@ -40,9 +43,7 @@ from lamella.engine.saved_prefixes import (
 from lamella.engine.scheduling.request import NO_ADAPTER, Request
 from lamella.engine.scheduling.request_rows import RunningTokens, require_fitting
 from lamella.engine.scheduling.scheduler_counters import DraftCounters
-from lamella.engine.structured.compiler import GrammarCompiler
-from lamella.engine.structured.config import StructuredOutputsConfig
-from lamella.engine.structured.params import StructuredOutputsParams
+from lamella.engine.step_failures import CALM, forget_frames, is_out_of_memory
 from lamella.engine.turns import Turns, in_turn
 from lamella.engine.vllm_keywords import refuse_foreign
 from lamella.engine.vllm_request_arguments import (
@@ -51,7 +52,15 @@ from lamella.engine.vllm_request_arguments import (
     FROM_ENGINE_ARGS_ARGUMENTS,
     RESET_PREFIX_CACHE_ARGUMENTS,
 )
-from lamella.errors import CapacityError, ConfigError, EngineClosedError, PrefixFileError, RequestError
+from lamella.errors import (
+    CapacityError,
+    ConfigError,
+    EngineClosedError,
+    InvariantError,
+    PrefixFileError,
+    RequestError,
+    WorkerLostError,
+)
 from lamella.kv_cache import invariants
 from lamella.kv_cache.counters import GroupUsage, KVCacheCounters
 from lamella.kv_cache.pinned_prefixes import PinnedPrefix
@@ -61,6 +70,9 @@ from lamella.model_executor.prefix_file import OpenPrefix, PrefixTies
 from lamella.model_executor.runner import LaunchedStep
 from lamella.model_executor.text.tokenizer import Tokenizer
 from lamella.native.fork_guard import FORK_GUARD
+from lamella.observability.engine_snapshot import EngineSnapshot
+from lamella.observability.metric_values import Metric
+from lamella.output_path import check_output_path
 
 Result = TypeVar("Result")
 
@@ -70,7 +82,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Totals since the engine started. peak_pages: per group, the most pages that running requests
-    held at once; peak_page_bytes: the same in bytes. drafts: what speculation proposed and requests got."""
+    held at once; peak_page_bytes: the same in bytes. drafts: what speculation proposed and requests got.
+    num_failed_steps: those that were undone and did not end the call of `step`."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -81,6 +94,7 @@ class EngineStats:
     peak_page_bytes: dict[str, int]
     kv_cache: KVCacheCounters
     drafts: DraftCounters
+    num_failed_steps: int = 0
 
     @property
     def pages(self) -> dict[str, GroupUsage]:
@@ -110,6 +124,8 @@ class Engine:
         if config is not None and engine_arguments:
             raise TypeError("give either a config or engine arguments, not both")
         FORK_GUARD.check()
+        if engine_arguments.get("data_parallel_size", 1) != 1 or getattr(config, "data_parallel_size", 1) != 1:
+            raise ConfigError("data_parallel_size is of whole engines, and this is one: give it to LLM")
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(
                 f"config={shown(config)} is a {type(config).__name__}; give an EngineConfig, or Engine(model=...)"
@@ -117,29 +133,28 @@ class Engine:
         started = time.monotonic()
         self._turns = Turns()
         self.config = config if config is not None else EngineConfig(**engine_arguments)
+        check_output_path("profile", self.config.profile)
         FORK_GUARD.arm()  # torch has threads even where no native kernels are loaded
         self._loaded: LoadedEngine | None = self._load(shows_progress)
         self.config = dataclasses.replace(self.config, max_model_len=self._loaded.pool.max_model_len)
         self.max_model_len = self._loaded.pool.max_model_len
         self._outputs = OutputProcessor(self._loaded.tokenizer)
-        self._grammars = GrammarCompiler(
-            self._loaded.tokenizer,
-            self._loaded.model_config.vocab_size,
-            self._loaded.model_config.eos_token_ids,
-            StructuredOutputsConfig.of(self.config.structured_outputs_config),
-        )
+        self._parser = RequestParser(self.config, self._loaded.tokenizer, self._loaded.model_config, self.max_model_len)
         self._num_arrived = 0
-        served = self._loaded.model_config
-        self._rules = RuleMaker(self._loaded.tokenizer, served.vocab_size, served.eos_token_ids)
         self._ties: PrefixTies | None = None  # of saved prefixes, made when they are first asked for
         # Steps in flight, oldest first. Between calls of `step` there is one at most.
         self._launched: deque[LaunchedStep] = deque()
         self._books = _Books.SETTLED
+        self._failures = CALM
+        self._num_failed_steps = 0
         self._interrupts = HeldInterrupts()
         wants_async = self.config.async_scheduling
         by_default = self._loaded.runner.device.type == "cuda" and self.config.speculation is None
         self.is_async = by_default if wants_async is None else wants_async
+        self._view = EngineView(self.config, self._loaded, self._snapshot)
         self.load_seconds = time.monotonic() - started
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("loaded in %.1f s\n%s", self.load_seconds, self.kv_cache_report())
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, **vllm_arguments: Any) -> Engine:
@@ -174,31 +189,9 @@ class Engine:
 
     def parse(self, prompt: Any, params: SamplingParams, lora_request: LoRARequest | None = None) -> ParsedPrompt:
         """Check a prompt and its parameters against this model, without queueing anything. An adapter is loaded."""
-        loaded = self._require_open()
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params is {type(params).__name__}: must be a SamplingParams")
-        vocab_size = loaded.model_config.vocab_size
-        for name in ("logprobs", "prompt_logprobs"):
-            num_top = getattr(params, name)
-            if num_top is not None and num_top > vocab_size:
-                raise RequestError(f"{name}={num_top}: the vocabulary has only {vocab_size} tokens; -1 is all of them")
-        rules = self._rules.make(params)
-        parsed = parse_prompt(prompt, loaded.tokenizer, vocab_size=vocab_size, max_model_len=self.max_model_len)
-        room = self.max_model_len - len(parsed.token_ids)
-        if params.min_tokens > room:
-            raise RequestError(
-                f"min_tokens={params.min_tokens}: a prompt of {len(parsed.token_ids)} tokens leaves room for {room} "
-                f"within max_model_len={self.max_model_len}"
-            )
-        if (params.prompt_logprob_start or 0) >= len(parsed.token_ids):
-            raise RequestError(
-                f"prompt_logprob_start={params.prompt_logprob_start}: the prompt has only {len(parsed.token_ids)} "
-                f"tokens; give at most {len(parsed.token_ids) - 1}"
-            )
-        form = StructuredOutputsParams.of(params.structured_outputs)
-        new_grammar = None if form is None else self._grammars.compile(form)
-        adapter = None if lora_request is None else self.load_adapter(lora_request)
-        return dataclasses.replace(parsed, rules=rules, new_grammar=new_grammar, adapter=adapter)
+        self._require_open()
+        parsed = self._parser.parse(prompt, params)
+        return parsed if lora_request is None else dataclasses.replace(parsed, adapter=self.load_adapter(lora_request))
 
     @in_turn
     def add_parsed(self, request_id: str, prompt: ParsedPrompt, params: SamplingParams) -> None:
@@ -253,6 +246,7 @@ class Engine:
             self._num_arrived = num_arrived + 1
             self._outputs.add(conversation)
             self._books = _Books.SETTLED
+            self._view.arrived(requests, params)
         except BaseException:
             if request_id not in self._outputs:
                 self._num_arrived = num_arrived
@@ -275,6 +269,7 @@ class Engine:
             ended = self._outputs.abort([one for one in given if one in self._outputs])
             for request in ended:
                 loaded.scheduler.finish(request, "abort")
+            self._view.ended(self._outputs.ended)
             self._drop_moot_steps(loaded)
             self._books = _Books.SETTLED
         except BaseException:
@@ -301,10 +296,16 @@ class Engine:
         """Run one step of the batch; returns the outputs of requests that got a token (or, for
         FINAL_ONLY, that finished). With async scheduling the next step is launched before this one's outputs are made.
 
-        A request whose logits are no numbers ends alone, with finish_reason "error". Whatever else is raised leaves the
-        requests as they were before the step, or as they are after it, and is raised here: call `step` again to go on,
-        which also returns the outputs that this call could not. Ctrl-C is held back until the step is done; a second
-        one interrupts it. docs/failures.md has the rules."""
+        A request whose logits are no numbers ends alone, with finish_reason "error". A step that fails is undone, and
+        this returns without its outputs: the next call does it again. Where memory ran out, that step is smaller. A
+        request that fails twice alone, after steps with it failed twice, ends with an output whose `error` is a
+        StepFailedError; other requests get what they would have got.
+
+        Raised are: EngineClosedError; an exception that is no Exception, like KeyboardInterrupt; InvariantError where
+        check_invariants is on; what is raised while a failed step is being undone. Even then the requests are as they
+        were before the step, or as they are after it: call `step` again to go on, which also returns the outputs that
+        this call could not. Ctrl-C is held back until the step is done; a second one interrupts it. docs/failures.md
+        has the rules."""
         self._interrupts.run(self._step)
         return self._outputs.take()
 
@@ -313,39 +314,106 @@ class Engine:
         loaded = self._require_settled()
         if self._outputs.has_outputs:
             return  # an earlier step was done, and interrupted before its outputs were returned
+        self._view.step_begins()
         try:
-            if not self._launched and not self._launch(loaded):
-                self._books = _Books.SETTLED
-                return
-            if self.is_async:
-                self._launch(loaded)
-            self._process(loaded)
-            self._drop_moot_steps(loaded)
+            if self._launched or self._launch(loaded):
+                if self.is_async and not self._failures.is_watching:
+                    self._launch(loaded)
+                self._process(loaded)
+                self._drop_moot_steps(loaded)
+            if self._failures is not CALM:
+                self._note_success(loaded)
             if self.config.check_invariants:
                 invariants.check(loaded.manager, loaded.scheduler.num_computed())
             self._books = _Books.SETTLED
+            self._view.step_ends(loaded)
+        except WorkerLostError:
+            self._close()
+            raise
+        except Exception as error:
+            if not self._contain(loaded, error):
+                raise
         except BaseException:
             self._recover(loaded)
             raise
+
+    def _contain(self, loaded: LoadedEngine, error: Exception) -> bool:
+        """Undo the step that failed, and decide what follows from it (`StepFailures`). False: the caller has to know
+        the error."""
+        scheduler, outputs = loaded.scheduler, self._outputs
+        is_to_be_raised = isinstance(error, InvariantError) and self.config.check_invariants
+        suspects = outputs.in_a_step()
+        if scheduler.considered is not None and scheduler.considered.request_id not in suspects:
+            suspects.append(scheduler.considered.request_id)
+        if self._failures.suspects_all and not self._failures.groups:
+            suspects = []
+        num_computed = scheduler.rows.num_computed_at
+        positions = {one: outputs.positions_of(one, num_computed) for one in suspects or outputs.ids()}
+        known = {one: position for one, position in positions.items() if position is not None}
+        if is_to_be_raised or not known:
+            self._recover(loaded)
+            return False
+        self._failures = self._failures.after_failure(
+            error,
+            known,
+            num_step_tokens=scheduler.num_step_tokens,
+            max_num_tokens=scheduler.max_num_batched_tokens,
+        )
+        self._num_failed_steps += 1
+        logger.warning("a step failed and is undone", exc_info=error)
+        forget_frames(error)
+        self._recover(loaded)
+        if is_out_of_memory(error):
+            loaded.runner.trim_memory()
+        return True
+
+    def _note_success(self, loaded: LoadedEngine) -> None:
+        self._books = _Books.HALF_DONE
+        num_computed = loaded.scheduler.rows.num_computed_at
+        self._failures = self._failures.after_step(
+            lambda request_id: self._outputs.positions_of(request_id, num_computed),
+            max_num_tokens=loaded.scheduler.max_num_batched_tokens,
+        )
+        self._draw_conclusions(loaded)
+
+    def _draw_conclusions(self, loaded: LoadedEngine) -> None:
+        """Have the scheduler do what follows from failed steps. If it is interrupted, it must be called again."""
+        failures, scheduler = self._failures, loaded.scheduler
+        guilty = {one: error for one, error in failures.guilty.items() if one in self._outputs}
+        if guilty:
+            for request in self._outputs.fail(guilty):
+                logger.error("%s", request.stop_reason)
+                scheduler.finish(request, "error", request.stop_reason)
+            self._view.ended(self._outputs.ended)
+        if failures.guilty:
+            self._failures = failures.without_guilty()
+        scheduler.limit(failures.most_tokens)
+        scheduler.run_only(failures.only)
 
     def _launch(self, loaded: LoadedEngine) -> bool:
         """Plan and launch a step; False if there is none to launch now."""
         self._books = _Books.HALF_DONE
         plan = loaded.scheduler.schedule()
+        self._view.planned(loaded)
         if plan is None:
             return False
         self._books = _Books.PLANNED
         self._launched.append(loaded.runner.launch(plan))
+        self._view.launched(plan)
         return True
 
     def _process(self, loaded: LoadedEngine) -> None:
         """Wait for the oldest launched step and take in what it computed."""
         self._books = _Books.PLANNED
         result = self._launched[0].result()
+        self._view.part_ends("wait")
         self._books = _Books.HALF_DONE
         self._launched.popleft()
-        for request, stop_string, num_dropped in self._outputs.process(loaded.scheduler.update(result)):
+        new_tokens = loaded.scheduler.update(result)
+        self._view.part_ends("update")
+        for request, stop_string, num_dropped in self._outputs.process(new_tokens):
             loaded.scheduler.finish(request, "stop", stop_string, num_dropped_tokens=num_dropped)
+        self._view.processed(new_tokens, self._outputs.ended)
 
     def _drop_moot_steps(self, loaded: LoadedEngine) -> None:
         """When no request is left, nobody wants what the steps in flight compute: wait for them, so that their memory
@@ -373,7 +441,10 @@ class Engine:
         if is_half_done:
             self._drain()
             loaded.scheduler.restart(self._outputs.unfinished(), self._outputs.num_kept_tokens)
+        self._books = _Books.HALF_DONE
+        self._draw_conclusions(loaded)
         self._books = _Books.SETTLED
+        self._view.recovered()
 
     def _drain(self) -> None:
         """Wait until the steps in flight are over, then drop them: as long as they run they write to pages."""
@@ -439,6 +510,12 @@ class Engine:
         return self._loaded is None
 
     @property
+    def is_called_here(self) -> bool:
+        """Whether this thread is inside of a call of the engine, as a finalizer that Python runs then may be: that must
+        not call it again."""
+        return self._turns.is_mine
+
+    @property
     def model_config(self) -> ServedConfig:
         return self._require_open().model_config
 
@@ -481,7 +558,23 @@ class Engine:
             peak_page_bytes={name: count * page_bytes[name] for name, count in peaks.items()},
             kv_cache=loaded.manager.counters(hits),
             drafts=loaded.scheduler.draft_counters(),
+            num_failed_steps=self._num_failed_steps,
         )
+
+    @in_turn
+    def _snapshot(self) -> EngineSnapshot:
+        return snapshot_of(self._require_open())
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics, as vLLM's `LLM.get_metrics` returns them: a list of Counter, Gauge, Histogram and Vector, of
+        `lamella.metrics`. Any thread may ask. Raises LamellaError where disable_log_stats=True keeps none."""
+        self._require_open()
+        return self._view.metrics.values()
+
+    def metrics_text(self) -> str:
+        """All metrics in Prometheus' text form, for a server to answer /metrics with. Raises as `get_metrics`."""
+        self._require_open()
+        return self._view.metrics.text()
 
     @in_turn
     def running_tokens(self) -> RunningTokens:
@@ -612,6 +705,11 @@ class Engine:
         return dataclasses.replace(parsed, cache_salt=salt)
 
     def _prefix_ties(self, loaded: LoadedEngine) -> PrefixTies:
+        if loaded.workers is not None:
+            raise RequestError(
+                f"tensor_parallel_size={loaded.workers.num_workers}: each worker has the KV of its heads, and files "
+                "of prefixes hold that of all; use 1"
+            )
         if self._ties is None:
             self._ties = prefix_ties(self.config, loaded)
         return self._ties
@@ -651,6 +749,8 @@ class Engine:
         self._outputs.clear()
         self._books = _Books.SETTLED
         if loaded is not None:
+            self._view.close()
+        if loaded is not None:
             loaded.let_go()  # the traceback of a failed step keeps `loaded` alive, but must not keep its memory
 
     def __enter__(self) -> Engine:
@@ -663,7 +763,7 @@ class Engine:
 
     def _load(self, shows_progress: bool) -> LoadedEngine:
         try:
-            return load_engine(self.config, shows_progress=shows_progress)
+            return load_engine(self.config, shows_progress=shows_progress, start_workers=start_workers)
         except MemoryError as error:
             raise CapacityError(
                 f"memory ended while tables were made for max_num_seqs={self.config.max_num_seqs}, "
@@ -688,4 +788,4 @@ class Engine:
 
     def _draw_seed(self) -> int:
         """A seed for a request that gives none: depends on the engine's seed and the order of arrival."""
-        return (self.config.seed * 0x9E3779B97F4A7C15 + self._num_arrived * 0xD1B54A32D192ED03 + 1) % 2**64
+        return drawn_seed(self.config.seed, self._num_arrived)

@@ -4,35 +4,48 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
 from lamella.argument_checks import shown, truth_value
+from lamella.distributed.open_engine import open_engine
 from lamella.engine.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
-from lamella.engine.chat_boundaries import characters_before
+from lamella.engine.chat_prompts import Message, chat_prompts, split_conversations
 from lamella.engine.config import EngineConfig
 from lamella.engine.engine import Engine
 from lamella.engine.generate_progress import generate_progress
 from lamella.engine.lora_request import LoRARequest
 from lamella.engine.model_opening import ServedConfig
+from lamella.engine.offline_requests import (
+    CheckedRequest,
+    GivenRequest,
+    RefusedRequest,
+    check_lookahead,
+    checked_list,
+    checked_requests,
+    given_requests,
+    is_iterated,
+    returns_errors,
+)
+from lamella.engine.offline_runs import OfflineRun, OfflineRuns, interrupted_output
+from lamella.engine.offline_stream import OutputStream
 from lamella.engine.outputs import RequestOutput
-from lamella.engine.prefix_boundaries import message_indices, tokens_before
 from lamella.engine.prompts import ParsedPrompt, Prompt, TokensPrompt, split_prompts
-from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
+from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.saved_prefixes import PrefixFile
 from lamella.engine.scores import ScoredPair, ScoreOutput, encode_pair, pairs_of
 from lamella.engine.turns import Turns, in_turn
 from lamella.engine.vllm_keywords import refuse_foreign
 from lamella.engine.vllm_request_arguments import BEAM_SEARCH_ARGUMENTS, CHAT_ARGUMENTS, GENERATE_ARGUMENTS
-from lamella.errors import EngineClosedError, LamellaError, RequestError
+from lamella.errors import RequestError
 from lamella.kv_cache.pinned_prefixes import PinnedPrefix
 from lamella.model_executor.text.tokenizer import Tokenizer
+from lamella.observability.metric_values import Metric
 
-Message = Mapping[str, Any]
 _CHAT_ARGUMENTS = (
     "messages",
     "sampling_params",
@@ -44,6 +57,8 @@ _CHAT_ARGUMENTS = (
     "chat_template_kwargs",
     "lora_request",
     "prefix_boundary",
+    "on_error",
+    "lookahead_prompts",
 )
 
 
@@ -55,15 +70,16 @@ class LLM:
     converted.
 
     A context manager; `close()` gives the memory back. Any thread may call: of several calls of `generate` and `chat`,
-    one runs and the others wait for it; `close` ends a running one with EngineClosedError after its step.
+    one runs and the others wait for it; `close` ends a running one with EngineClosedError after its step. Streams run
+    while they are asked for an output, and other calls may come between.
     """
 
     def __init__(self, model: str, *, use_tqdm_on_load: bool = True, **engine_arguments: Any) -> None:
         # Offline the order is ours to choose; outputs come back in the order of the prompts either way.
         engine_arguments.setdefault("scheduling_policy", "prefix")
-        self.engine = Engine(EngineConfig(model=model, **engine_arguments), shows_progress=use_tqdm_on_load)
-        self._next_id = itertools.count()
-        self._ids: list[str] = []  # requests of a `generate` that has not ended them yet
+        config = EngineConfig(model=model, **engine_arguments)
+        self.engine: Engine = open_engine(config, shows_progress=use_tqdm_on_load)
+        self._runs = OfflineRuns(self.engine)
         self._turns = Turns()
 
     @classmethod
@@ -91,46 +107,79 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.get_tokenizer()
 
+    def get_metrics(self) -> list[Metric]:
+        """`Engine.get_metrics`."""
+        return self.engine.get_metrics()
+
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., tqdm[Any]] = True,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        lookahead_prompts: int = 4096,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
 
-        prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of
-        these, mixed freely. sampling_params: one for all, or one per prompt; None: the model's own defaults.
+        prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}; or a list of these, mixed
+        freely; or a generator, an iterator or a data set of them. sampling_params: one for all, or one per prompt, also
+        from an iterator beside one; None: the model's own defaults.
         use_tqdm: show a progress bar that moves with tokens on stderr, or, where that is no terminal, a line every ten
         seconds; or make the bar with this callable, which then counts prompts.
         lora_request: the adapter to run with, one for all or one per prompt, None among them for the model alone.
-        All prompts are checked before anything runs, and adapters loaded: RequestError names the first bad prompt,
-        ModelLoadError what is wrong with an adapter.
+        Prompts of a list are checked, all of them, before anything runs, and adapters loaded: RequestError names the
+        first bad prompt, ModelLoadError what is wrong with an adapter. Those of an iterator are taken as they are
+        needed, and checked then; no more than lookahead_prompts that have not finished are held (docs/batch.md).
+        on_error: "return": what is bad of one request, and what fails of it, is the `error` of an output in its place,
+        and the others run; after Ctrl-C what has finished is returned, and the rest with InterruptedRequestError.
+        "raise": the first bad request is raised, and KeyboardInterrupt too, and nothing is returned.
         """
-        known = ("prompts", "sampling_params", "use_tqdm", "lora_request")
+        known = ("prompts", "sampling_params", "use_tqdm", "lora_request", "on_error", "lookahead_prompts")
         refuse_foreign("generate", vllm_arguments, known=known, foreign=GENERATE_ARGUMENTS)
+        returns, most_ahead = returns_errors(on_error), check_lookahead(lookahead_prompts)
+        if is_iterated(prompts):
+            given = given_requests(prompts, sampling_params, lora_request, self.get_default_sampling_params())
+            return self._collect(self._iterated(prompts, given, use_tqdm, returns, most_ahead))
         split = split_prompts(prompts)
-        all_params = self._params_per_prompt(sampling_params, len(split))
-        requests = _adapter_per_prompt(lora_request, len(split))
-        parsed: list[ParsedPrompt] = []
-        for index, (prompt, params) in enumerate(zip(split, all_params, strict=True)):
-            try:
-                parsed.append(self.engine.parse(prompt, params))
-            except RequestError as error:
-                raise type(error)(f"prompts[{index}]: {error}") from error
-        if lora_request is not None:
-            # Each is loaded once, however many stay loaded.
-            adapters = {
-                request: self.engine.load_adapter(request) for request in dict.fromkeys(requests) if request is not None
-            }
-            parsed = [
-                prompt if request is None else dataclasses.replace(prompt, adapter=adapters[request])
-                for prompt, request in zip(parsed, requests, strict=True)
-            ]
-        return self._run(parsed, all_params, use_tqdm)
+        requests = list(
+            map(
+                GivenRequest,
+                split,
+                self._params_per_prompt(sampling_params, len(split)),
+                _adapter_per_prompt(lora_request, len(split)),
+            )
+        )
+        return self._generate_list(requests, use_tqdm, returns)
+
+    def stream(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        in_order: bool = False,
+        use_tqdm: bool | Callable[..., tqdm[Any]] = False,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        lookahead_prompts: int = 4096,
+    ) -> OutputStream:
+        """Outputs as requests finish, or with in_order in the order of the prompts. `index` of each is the place of its
+        prompt.
+
+        Arguments are those of `generate`, but that prompts of a list, too, are taken as they are needed: no more than
+        lookahead_prompts are held that have not been given back as outputs. Leaving the loop aborts what has not
+        finished and frees its pages; so does any exception, KeyboardInterrupt too. Between two outputs other calls of
+        this LLM may be made, which bring the stream on as well.
+        """
+        returns, most_ahead = returns_errors(on_error), check_lookahead(lookahead_prompts)
+        truth_value("in_order", in_order, RequestError)
+        if not is_iterated(prompts):
+            prompts = split_prompts(prompts)
+        given = given_requests(prompts, sampling_params, lora_request, self.get_default_sampling_params())
+        run = self._iterated(prompts, given, use_tqdm, returns, most_ahead, in_order=bool(in_order))
+        return OutputStream(self._runs, run, self._turns)
 
     def score(
         self,
@@ -203,8 +252,8 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Sequence[Message] | Iterable[Sequence[Message]],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., tqdm[Any]] = True,
         chat_template: str | None = None,
@@ -212,11 +261,13 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         prefix_boundary: int | Sequence[int] | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        lookahead_prompts: int = 4096,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, rendered with the model's chat template.
+        """Answer one conversation or several, rendered with the model's chat template.
 
         messages: [{"role": "user", "content": ...}, ...]; what else a message may hold depends on the template.
         chat_template: a Jinja template to use instead, or the name of one of the model's. continue_final_message: go on
@@ -224,19 +275,50 @@ class LLM:
         functions with type hints and a docstring. chat_template_kwargs: further variables for the template, such as
         enable_thinking. prefix_boundary: index of a message, or of several, after which other conversations will part
         from these (0: after the first, the system message): see docs/prefixes.md.
-        lora_request: as `generate` takes it.
+        Conversations may come from an iterator. lora_request, on_error, lookahead_prompts: as `generate` takes them.
         """
         refuse_foreign("chat", vllm_arguments, known=_CHAT_ARGUMENTS, foreign=CHAT_ARGUMENTS)
-        prompts = self.chat_prompts(
-            messages,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            prefix_boundary=prefix_boundary,
+        returns, most_ahead = returns_errors(on_error), check_lookahead(lookahead_prompts)
+
+        def rendered(messages: Any) -> list[TokensPrompt]:
+            return self.chat_prompts(
+                messages,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                prefix_boundary=prefix_boundary,
+            )
+
+        if not returns and not is_iterated(messages):
+            prompts = rendered(messages)
+            return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+        def rendered_one(index: int, request: GivenRequest) -> GivenRequest:
+            try:
+                if not isinstance(request.prompt, (list, tuple)) or not request.prompt:
+                    raise RequestError("a conversation must be a non-empty list of messages")
+                (prompt,) = rendered(request.prompt)
+            except RequestError as error:
+                if not returns:
+                    raise RequestError(f"conversation {index}: {error}") from error
+                return request._replace(prompt=None, error=error)
+            return request._replace(prompt=prompt)
+
+        truth_value("add_generation_prompt", add_generation_prompt, RequestError)
+        if is_iterated(messages):
+            given = given_requests(messages, sampling_params, lora_request, self.get_default_sampling_params())
+            requests = itertools.starmap(rendered_one, enumerate(given))
+            return self._collect(self._iterated(messages, requests, use_tqdm, returns, most_ahead))
+        conversations = split_conversations(messages, refuses_bad=False)
+        each = map(
+            GivenRequest,
+            conversations,
+            self._params_per_prompt(sampling_params, len(conversations)),
+            _adapter_per_prompt(lora_request, len(conversations)),
         )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return self._generate_list(list(itertools.starmap(rendered_one, enumerate(each))), use_tqdm, returns)
 
     def chat_prompts(
         self,
@@ -251,40 +333,16 @@ class LLM:
     ) -> list[TokensPrompt]:
         """The prompts that `chat` gives to `generate`, which take the same arguments: for `pin_prefix`, `save_prefix`
         and engines that are stepped."""
-        truth_value("add_generation_prompt", add_generation_prompt, RequestError)
-        conversations = _split_conversations(messages)
-        tokenizer = self.get_tokenizer()
-        arguments: dict[str, Any] = {
-            "tools": tools,
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
-        variables = dict(chat_template_kwargs or {})
-        if clashing := sorted(set(variables) & {*arguments, "messages", "tokenize", "return_dict"}):
-            raise RequestError(f"chat_template_kwargs has {', '.join(clashing)}: pass them to chat itself")
-        prompts: list[TokensPrompt] = []
-        for index, conversation in enumerate(conversations):
-
-            def render(messages: Sequence[Message]) -> str:
-                text: str = tokenizer.apply_chat_template(messages, **arguments, **variables)
-                return text
-
-            try:
-                text = render(conversation)
-                indices = message_indices(prefix_boundary, len(conversation))
-                ends = characters_before(render, conversation, text, indices)
-            except RequestError as error:
-                if len(conversations) == 1:
-                    raise
-                raise RequestError(f"conversation {index}: {error}") from error
-            # Chat templates write the special tokens themselves.
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            prompt: TokensPrompt = {"prompt": text, "prompt_token_ids": ids}
-            if ends:
-                prompt["prefix_boundary"] = tokens_before(tokenizer, text, ids, ends, add_special_tokens=False)
-            prompts.append(prompt)
-        return prompts
+        return chat_prompts(
+            self.get_tokenizer(),
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            prefix_boundary=prefix_boundary,
+        )
 
     def pin_prefix(
         self,
@@ -354,10 +412,12 @@ class LLM:
         self.close()
 
     def _params_per_prompt(
-        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+        self, sampling_params: SamplingParams | Iterable[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             return [sampling_params or self.get_default_sampling_params()] * num_prompts
+        if isinstance(sampling_params, Iterator):
+            sampling_params = list(itertools.islice(sampling_params, num_prompts))
         if not isinstance(sampling_params, Sequence):
             raise RequestError(
                 f"sampling_params is {type(sampling_params).__name__}: must be a SamplingParams or a list of them"
@@ -369,54 +429,86 @@ class LLM:
             )
         return list(sampling_params)
 
-    @in_turn
     def _run(
         self, prompts: list[ParsedPrompt], all_params: list[SamplingParams], use_tqdm: bool | Callable[..., tqdm[Any]]
     ) -> list[RequestOutput]:
-        engine = self.engine
-        if self._ids:  # a call was interrupted, and interrupted again before it had ended its requests
-            engine.abort(self._ids)
-            self._ids = []
-        if engine.has_unfinished_requests():
-            raise LamellaError(
-                f"the engine still has {engine.num_unfinished_requests} requests from add_request: step until they "
-                "are finished, or abort them, before calling generate"
-            )
-        ids = [f"llm-{next(self._next_id)}" for _ in prompts]
-        finished: dict[str, RequestOutput] = {}
-        most_tokens = {
-            request_id: len(prompt.token_ids)
-            + (engine.max_model_len - len(prompt.token_ids) if params.max_tokens is None else params.max_tokens)
-            * params.n
-            for request_id, prompt, params in zip(ids, prompts, all_params, strict=True)
-        }
-        progress = generate_progress(most_tokens, use_tqdm, engine.running_tokens)
+        return self._run_checked(list(map(CheckedRequest, prompts, all_params)), use_tqdm, returns=False)
+
+    def _generate_list(
+        self, requests: list[GivenRequest], use_tqdm: bool | Callable[..., tqdm[Any]], returns: bool
+    ) -> list[RequestOutput]:
         try:
-            self._ids = ids
-            for request_id, prompt, params in zip(ids, prompts, all_params, strict=True):
-                final_only = dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
-                engine.add_parsed(request_id, prompt, final_only)
-            while engine.has_unfinished_requests():
-                outputs = engine.step()
-                finished.update({output.request_id: output for output in outputs})
-                progress.step(outputs)
+            checked = checked_list(self.engine, requests, returns_errors=returns)
+        except KeyboardInterrupt:
+            if not returns:
+                raise
+            return [interrupted_output(None, index, request.prompt) for index, request in enumerate(requests)]
+        return self._run_checked(checked, use_tqdm, returns=returns)
+
+    def _run_checked(
+        self,
+        requests: Sequence[CheckedRequest | RefusedRequest],
+        use_tqdm: bool | Callable[..., tqdm[Any]],
+        *,
+        returns: bool,
+    ) -> list[RequestOutput]:
+        """All are queued before the first step."""
+        progress = generate_progress(len(requests), use_tqdm, self.engine.running_tokens)
+        run = OfflineRun(iter(requests), progress, most_ahead=None, returns_errors=returns)
+        return self._collect(run, requests)
+
+    def _iterated(
+        self,
+        prompts: Iterable[Any],
+        given: Iterable[GivenRequest],
+        use_tqdm: bool | Callable[..., tqdm[Any]],
+        returns: bool,
+        most_ahead: int,
+        *,
+        in_order: bool = False,
+    ) -> OfflineRun:
+        num_prompts = len(prompts) if isinstance(prompts, Sized) else None
+        return OfflineRun(
+            checked_requests(self.engine, given, returns_errors=returns),
+            generate_progress(num_prompts, use_tqdm, self.engine.running_tokens, is_iterated=True),
+            most_ahead=most_ahead,
+            returns_errors=returns,
+            in_order=in_order,
+        )
+
+    @in_turn
+    def _collect(
+        self, run: OfflineRun, requests: Sequence[CheckedRequest | RefusedRequest] = ()
+    ) -> list[RequestOutput]:
+        """All outputs of a run, in order. requests: all that it takes, where they are known."""
+        runs, found = self._runs, dict[int, RequestOutput]()
+        try:
+            runs.begin()
+            while not run.is_done:
+                runs.advance(run)
+                while run.ready:
+                    output = run.require_right(run.ready[0])
+                    assert output.index is not None
+                    found[output.index] = output
+                    run.ready.popleft()
+        except KeyboardInterrupt:
+            if not run.returns_errors:
+                raise
+            found.update({output.index: output for output in run.ready if output.index is not None})
+            last = runs.end(run)
+            num_requests = max(len(requests), run.num_taken, *(index + 1 for index in (*found, *last)), 0)
+            for index in range(num_requests):
+                if index not in found:
+                    request = requests[index] if index < len(requests) else None
+                    prompt = request.parsed.text if isinstance(request, CheckedRequest) else None
+                    found[index] = interrupted_output(last.get(index), index, prompt)
         finally:
-            if not engine.is_closed:
-                engine.abort(ids)  # it ignores those that have finished
-            self._ids = []
-            progress.close()
-        if len(finished) < len(ids):
-            if engine.is_closed:
-                raise EngineClosedError("the engine was closed while generate ran: its unfinished requests are dropped")
-            raise LamellaError(
-                "outputs are missing: something else stepped the engine or aborted its requests while generate ran; "
-                "leave the engine to generate until it returns"
-            )
-        return [finished[request_id] for request_id in ids]
+            runs.end(run)
+        return [found[index] for index in range(len(found))]
 
 
 def _adapter_per_prompt(
-    lora_request: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
+    lora_request: LoRARequest | Iterable[LoRARequest | None] | None, num_prompts: int
 ) -> Sequence[LoRARequest | None]:
     given: list[Any] = list(lora_request) if isinstance(lora_request, (list, tuple)) else [lora_request]
     for request in given:
@@ -433,17 +525,3 @@ def _adapter_per_prompt(
             "prompt"
         )
     return given
-
-
-def _split_conversations(messages: Any) -> list[Sequence[Message]]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise RequestError(
-            'messages must be a non-empty list of {"role": ..., "content": ...}, or a list of such lists'
-        )
-    # A conversation is a list; a message is a mapping or an object with fields, which the renderer checks.
-    if not any(isinstance(one, (list, tuple)) for one in messages):
-        return [messages]
-    for index, conversation in enumerate(messages):
-        if not isinstance(conversation, (list, tuple)) or not conversation:
-            raise RequestError(f"messages[{index}] must be a non-empty list of messages")
-    return list(messages)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -23,13 +23,17 @@ from lamella.model_executor.adapters.adapter_reader import AdapterReader, Native
 from lamella.model_executor.layers.choice import choose_operators
 from lamella.model_executor.layers.description import Model
 from lamella.model_executor.layers.stack import Stack
-from lamella.model_executor.models.config import ModelConfig, kv_sharing, layer_specs
+from lamella.model_executor.layers.worker_sum import ONE_WORKER, WorkerSum
+from lamella.model_executor.models.config import ModelConfig, kv_sharing
+from lamella.model_executor.models.mlp_config import ExpertsConfig
 from lamella.model_executor.models.registry import weight_map
+from lamella.model_executor.models.sharding import Worker, check_divisible, shard_attention, shard_config
 from lamella.model_executor.models.transformers_backend.text_config import TransformersConfig
 from lamella.model_executor.runner import RunnableModel
 from lamella.model_executor.weights.kv_scales import KVScales, load_kv_scales
 from lamella.model_executor.weights.loading import end_token_ids, has_native_family, load_config, load_weights
 from lamella.model_executor.weights.model_source import ModelSource
+from lamella.model_executor.weights.shard_loading import load_shard
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +61,21 @@ class OpenedModel(Protocol):
 
     config: ServedConfig
 
+    def check_workers(self, num_workers: int) -> None:
+        """Raise ConfigError where so many workers (2 or more) cannot compute it together."""
+        ...
+
     def load(
-        self, engine: EngineConfig, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device
+        self,
+        engine: EngineConfig,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
+        device: torch.device,
+        workers: WorkerSum = ONE_WORKER,
     ) -> LoadedModel:
-        """kv_dtype: what K and V are stored in; None: `dtype`. Raises ConfigError for options that the model cannot be
-        run with, ModelLoadError for its weights."""
+        """kv_dtype: what K and V are stored in; None: `dtype`. workers: who computes each layer together, by whom the
+        model is cut. Raises ConfigError for options that the model cannot be run with, ModelLoadError for its
+        weights."""
         ...
 
 
@@ -91,28 +105,68 @@ class _NativeModel:
         self._config = load_config(source)
         self.config: ServedConfig = self._config
 
+    def check_workers(self, num_workers: int) -> None:
+        if any(layer.attention.qk_norm == "projection" for layer in self._config.layers):
+            raise ConfigError(
+                f"tensor_parallel_size={num_workers}: Q and K of this model are normed as whole rows, over the heads "
+                "of all workers, and workers meet only behind attention and behind the MLP; use 1"
+            )
+        worker = self._worker(0, num_workers, cuts_experts=True)
+        try:
+            check_divisible(self._config, replace(worker, cuts_experts=self._cuts_experts(num_workers, "torch")))
+        except ConfigError as error:
+            raise ConfigError(f"tensor_parallel_size={num_workers}: {error}") from error
+
+    def _cuts_experts(self, num_workers: int, backend_name: str) -> bool:
+        """Whether each expert is divided among all workers: the kernels that run all experts of a layer want it so.
+        Else each worker has its own, where that comes out even."""
+        experts = [each for layer in self._config.layers for each in (layer.mlp, layer.experts_beside)]
+        counts = [each.num_experts for each in experts if isinstance(each, ExpertsConfig)]
+        return backend_name in ("native", "triton") or any(count % num_workers for count in counts)
+
+    def _worker(self, rank: int, num_workers: int, *, cuts_experts: bool, backend_name: str = "") -> Worker:
+        is_native = backend_name == "native"
+        return Worker(rank, num_workers, cuts_experts, keeps_vocabulary=True, adds_biases_in_products=is_native)
+
     def load(
-        self, engine: EngineConfig, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device
+        self,
+        engine: EngineConfig,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
+        device: torch.device,
+        workers: WorkerSum = ONE_WORKER,
     ) -> LoadedModel:
         config, source = self._config, self._source
         kv_scales = None
         if kv_dtype is not None:
             kv_scales = load_kv_scales(source, weight_map(config), num_layers=config.num_layers)
-        specs = layer_specs(config, itemsize_bytes=(kv_dtype or dtype).itemsize)
+        rank, num_workers, is_cut = workers.rank, workers.num_workers, workers.num_workers > 1
+        attending = self._worker(rank, num_workers, cuts_experts=True)
+        specs = [
+            shard_attention(layer.attention, attending).spec((kv_dtype or dtype).itemsize) for layer in config.layers
+        ]
         backend = choose_backend(
             engine.attention_backend, device, specs=specs, dtype=kv_dtype or dtype, page_tokens=engine.page_size
         )
         if dtype == torch.float32 != getattr(torch, config.dtype):
             logger.info("%s: stored in %s, computed in float32", source.name, config.dtype)
-        model = Model(config, dtype)
-        operators = choose_operators(engine.quantization, backend.name, source, model)
-        weights = load_weights(
-            source,
-            model,
-            form=operators.weight_form,
-            cache_dir=Path(engine.cache_dir) if engine.cache_dir is not None else None,
-            shows_progress=self._shows_progress,
-        )
+        cache_dir = Path(engine.cache_dir) if engine.cache_dir is not None else None
+        if is_cut:
+            cuts_experts = self._cuts_experts(num_workers, backend.name)
+            worker = self._worker(rank, num_workers, cuts_experts=cuts_experts, backend_name=backend.name)
+            model = Model(shard_config(config, worker), dtype)
+            operators = choose_operators(engine.quantization, backend.name, source, model, workers)
+            weights = load_shard(source, config, worker, dtype, form=operators.weight_form, cache_dir=cache_dir)
+        else:
+            model = Model(config, dtype)
+            operators = choose_operators(engine.quantization, backend.name, source, model)
+            weights = load_weights(
+                source,
+                model,
+                form=operators.weight_form,
+                cache_dir=cache_dir,
+                shows_progress=self._shows_progress,
+            )
         model.load({name: tensor.to(device) for name, tensor in weights.items()})
         return LoadedModel(
             runnable=Stack(model, operators),
@@ -120,7 +174,8 @@ class _NativeModel:
             attention_specs=specs,
             kv_sharing=kv_sharing(config),
             kv_scales=kv_scales,
-            adapters=NativeAdapterReader(model, operators, weight_map(config)),
+            is_capturable=not is_cut,
+            adapters=None if is_cut else NativeAdapterReader(model, operators, weight_map(config)),
         )
 
 
@@ -132,8 +187,19 @@ class _TransformersBackendModel:
         self._checked = check_model(source, end_token_ids(source))
         self.config: ServedConfig = self._checked.config
 
+    def check_workers(self, num_workers: int) -> None:
+        raise ConfigError(
+            f"tensor_parallel_size={num_workers} is for native families, whose weight maps say how each weight is cut, "
+            f"and transformers' code runs {self._checked.run_by.model_class.__name__} here; use 1"
+        )
+
     def load(
-        self, engine: EngineConfig, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device
+        self,
+        engine: EngineConfig,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
+        device: torch.device,
+        workers: WorkerSum = ONE_WORKER,
     ) -> LoadedModel:
         from lamella.model_executor.models.transformers_backend.loading import load_checked
 

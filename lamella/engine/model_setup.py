@@ -10,18 +10,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from lamella.attention.kv_dtype import KV_CACHE_DTYPES
+from lamella.distributed.parallel_runner import ParallelRunner
+from lamella.distributed.worker_group import WorkerGroup, join_group
+from lamella.distributed.workers import Workers
 from lamella.engine.config import MAX_CPU_LORAS, EngineConfig
 from lamella.engine.loaded_adapters import LoadedAdapters
-from lamella.engine.model_opening import ServedConfig, open_model
+from lamella.engine.model_opening import LoadedModel, OpenedModel, ServedConfig, open_model
 from lamella.engine.sampling_params import SamplingParams
 from lamella.engine.scheduling.scheduler import Scheduler
 from lamella.engine.scheduling.speculation.drafter import Drafter
 from lamella.engine.step_cost_probe import measure_step_costs
-from lamella.errors import CapacityError, ConfigError
+from lamella.errors import CapacityError, ConfigError, WorkerLostError
 from lamella.kv_cache.block_manager import BlockManager
 from lamella.kv_cache.layout import KVLayout, build_layout, without_sliding
 from lamella.kv_cache.memory import MemoryProfile, allocate_arena, available_memory_bytes, total_memory_bytes
@@ -30,6 +34,7 @@ from lamella.kv_cache.sizing import PoolSize, decode_table_widths, size_pool, ta
 from lamella.kv_cache.spec import ceil_div
 from lamella.kv_cache.split import split_pools
 from lamella.model_executor.decode_graphs import CAPTURABLE_BACKENDS, CudaGraphs
+from lamella.model_executor.layers.worker_sum import ONE_WORKER, WorkerSum
 from lamella.model_executor.memory_profile import CudaMeter, LargestBatch, profile_memory
 from lamella.model_executor.runner import ModelRunner
 from lamella.model_executor.text.tokenizer import Tokenizer
@@ -57,32 +62,196 @@ class LoadedEngine:
     runner: ModelRunner
     adapters: LoadedAdapters
     source: ModelSource
+    workers: Workers | None = None  # who compute with this one
 
     def let_go(self) -> None:
         """Let go of everything, so that the memory is free even if somebody still holds this object."""
+        if self.workers is not None:
+            self.workers.close()
         for one in dataclasses.fields(self):
             delattr(self, one.name)
 
 
-def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> LoadedEngine:
-    """Load tokenizer and weights side by side, then size the KV arena from what memory is left.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedShard:
+    """The model, or one worker's part of it, with memory for its KV: what every worker has."""
+
+    loaded: LoadedModel
+    layout: KVLayout
+    size: PoolSize
+    slab_quota: tuple[int, ...] | None
+    interval_tokens: int
+    max_batch: LargestBatch
+    profile: MemoryProfile | None
+    device: torch.device
+    uses_graphs: bool
+    make_runner: Callable[..., ModelRunner]  # of a class of runners, ModelRunner unless told otherwise
+
+
+StartWorkers = Callable[[EngineConfig], Workers]
+
+
+def load_engine(
+    config: EngineConfig, *, shows_progress: bool = False, start_workers: StartWorkers | None = None
+) -> LoadedEngine:
+    """Load tokenizer and weights side by side, then size the KV arena from what memory is left. start_workers: starts
+    those that compute with this one, where tensor_parallel_size says so.
 
     Raises ConfigError, ModelLoadError or CapacityError before memory is taken, where that can be told.
     """
-    device = _choose_device(config.device)
-    cache_dir = Path(config.cache_dir) if config.cache_dir is not None else None
-    source = resolve_model(config.model, config.load_format, cache_dir=cache_dir)
+    opened = _open(config, shows_progress)
+    if config.tensor_parallel_size == 1 or start_workers is None:
+        return _load_engine(config, opened, None)
+    _check_workers(config, opened)
+    workers = start_workers(config)
+    try:
+        return _load_engine(config, opened, workers)
+    except WorkerLostError as error:
+        raise workers.lost(error) from error
+    except BaseException:
+        workers.close()
+        raise
+
+
+def load_shard(
+    config: EngineConfig, group: WorkerGroup, agree: Callable[[int], int], device_name: str | None = None
+) -> LoadedShard:
+    """What a worker beside the engine loads. agree: gives the smallest of all workers' numbers."""
+    opened = _open(config, shows_progress=False)
+    device = choose_device(config.device if device_name is None else device_name, group.rank)
+    return _load_shard(config, opened, device, group, agree)
+
+
+class Frontend(NamedTuple):
+    """What checks and renders requests of a model whose engines are elsewhere."""
+
+    tokenizer: Tokenizer
+    model_config: ServedConfig
+    default_params: SamplingParams
+
+
+def load_frontend(config: EngineConfig) -> Frontend:
+    """No weights are read. Raises ConfigError and ModelLoadError as `load_engine` does."""
+    opened, cache_dir = _open(config, shows_progress=False), _cache_dir(config)
+    tokenizer_source = opened.source
+    if config.tokenizer is not None:
+        tokenizer_source = resolve_model(config.tokenizer, cache_dir=cache_dir)
+    tokenizer = load_tokenizer(tokenizer_source, cache_dir)
+    params = SamplingParams(**load_sampling_defaults(opened.source))
+    return Frontend(tokenizer, _with_tokenizer_end(opened.model.config, tokenizer), params)
+
+
+class _Opened(NamedTuple):
+    source: ModelSource
+    model: OpenedModel
+
+
+def _open(config: EngineConfig, shows_progress: bool) -> _Opened:
+    source = resolve_model(config.model, config.load_format, cache_dir=_cache_dir(config))
+    return _Opened(source, open_model(config.model_impl, source, shows_progress=shows_progress))
+
+
+def _cache_dir(config: EngineConfig) -> Path | None:
+    return Path(config.cache_dir) if config.cache_dir is not None else None
+
+
+def _check_workers(config: EngineConfig, opened: _Opened) -> None:
+    """Raise ConfigError, before any is started, for what several workers cannot do together."""
+    given = f"tensor_parallel_size={config.tensor_parallel_size}"
+    if config.enable_lora:
+        raise ConfigError(
+            f"{given} with enable_lora=True: adapters are not cut for workers; merge it into the model, or use 1"
+        )
+    if config.quantization not in (None, "none"):
+        raise ConfigError(
+            f"{given} with quantization={config.quantization!r}: weights are cut as floats, and this form's scales and "
+            "blocks span what is cut; leave one of them out"
+        )
+    if config.speculation is not None:
+        raise ConfigError(
+            f"{given} with a speculative_config: what a step costs is measured on one worker; leave one of them out"
+        )
+    opened.model.check_workers(config.tensor_parallel_size)
+
+
+def _load_engine(config: EngineConfig, opened: _Opened, workers: Workers | None) -> LoadedEngine:
+    cache_dir = _cache_dir(config)
+    source, model_config = opened.source, opened.model.config
     tokenizer_source = source if config.tokenizer is None else resolve_model(config.tokenizer, cache_dir=cache_dir)
-    opened = open_model(config.model_impl, source, shows_progress=shows_progress)
-    model_config = opened.config
     default_params = SamplingParams(**load_sampling_defaults(source))
+    device = choose_device(config.device, 0)
+    group: WorkerSum = ONE_WORKER
+    if workers is not None:
+        group = workers.watched(
+            lambda: join_group(
+                workers.folder, 0, workers.num_workers, device=device, timeout_seconds=workers.timeout_seconds
+            )
+        )
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="lamella-tokenizer") as pool:
+        tokenizer_loading = pool.submit(load_tokenizer, tokenizer_source, cache_dir)
+        shard = _load_shard(config, opened, device, group, _alone if workers is None else workers.agree)
+        tokenizer = tokenizer_loading.result()
+    size, layout = shard.size, shard.layout
+    manager = BlockManager(
+        layout,
+        num_slabs=size.num_slabs,
+        num_rows=config.max_num_seqs,
+        max_model_len=size.max_model_len,
+        interval_tokens=shard.interval_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        slab_quota=shard.slab_quota,
+        retention=_retention(config),
+        windowed_replay=config.windowed_replay,
+        skips_prompts=config.windowed_replay,
+        step_pages_bytes=size.step_pages_bytes,
+        max_pinned_bytes=config.max_pinned_bytes,
+        num_draft_tokens=config.num_draft_tokens,
+    )
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=size.max_model_len,
+        chunk_tokens=size.chunk_tokens,
+        scheduling_policy=config.scheduling_policy,
+        short_text_tokens=model_config.short_text_tokens,
+        max_loras=config.max_loras,
+        drafter=_drafter(config, shard.make_runner, layout, size, model_config),
+    )
+    runner = shard.make_runner() if workers is None else shard.make_runner(partial(ParallelRunner, workers))
+    if device.type != "cpu":
+        runner.reserve_tables(shard.max_batch.num_requests, shard.max_batch.line_widths)
+    if shard.uses_graphs:
+        _capture_graphs(runner, shard.max_batch, shard.profile, device)
+    model_config = _with_tokenizer_end(model_config, tokenizer)
+    adapters = LoadedAdapters(
+        shard.loaded.adapters if config.enable_lora else None,
+        runner.adapters,
+        max_loaded=config.max_cpu_loras or config.max_loras or MAX_CPU_LORAS,
+        max_rank=config.max_lora_rank,
+    )
+    return LoadedEngine(
+        tokenizer, model_config, default_params, layout, size, manager, scheduler, runner, adapters, source, workers
+    )
+
+
+def _alone(number: int) -> int:
+    return number
+
+
+def _load_shard(
+    config: EngineConfig,
+    opened: _Opened,
+    device: torch.device,
+    workers: WorkerSum,
+    agree: Callable[[int], int],
+) -> LoadedShard:
+    """agree: gives the smallest of all workers' numbers, so that all have equally much memory for KV."""
+    model_config = opened.model.config
     max_model_len = _check_max_model_len(config, model_config)
     dtype = _choose_dtype(config.dtype, model_config, device)
     kv_dtype = KV_CACHE_DTYPES[config.kv_cache_dtype]
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="lamella-tokenizer") as pool:
-        tokenizer_loading = pool.submit(load_tokenizer, tokenizer_source, cache_dir)
-        loaded = opened.load(config, dtype, kv_dtype, device)
-        tokenizer = tokenizer_loading.result()
+    loaded = opened.model.load(config, dtype, kv_dtype, device, workers)
     kv_dtype = kv_dtype or dtype
     backend, attention_specs = loaded.backend, loaded.attention_specs
 
@@ -117,60 +286,35 @@ def load_engine(config: EngineConfig, *, shows_progress: bool = False) -> Loaded
         )
         memory_bytes = profile.kv_bytes(config.gpu_memory_utilization)
     elif memory_bytes is None:
-        memory_bytes = int(available_memory_bytes(device) * config.kv_cache_memory_fraction)
+        free_bytes = available_memory_bytes(device) // workers.num_workers  # which all take of the same
+        memory_bytes = int(free_bytes * config.kv_cache_memory_fraction)
+    memory_bytes = agree(memory_bytes)
     size, slab_quota, interval_tokens = _size_memory(config, layout, model_config, memory_bytes, max_model_len)
-    manager = BlockManager(
-        layout,
-        num_slabs=size.num_slabs,
-        num_rows=config.max_num_seqs,
-        max_model_len=size.max_model_len,
-        interval_tokens=interval_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
-        slab_quota=slab_quota,
-        retention=_retention(config),
-        windowed_replay=config.windowed_replay,
-        skips_prompts=config.windowed_replay,
-        step_pages_bytes=size.step_pages_bytes,
-        max_pinned_bytes=config.max_pinned_bytes,
-        num_draft_tokens=config.num_draft_tokens,
-    )
     arena = allocate_arena(layout, size.num_slabs, device, step_pages_bytes=size.step_pages_bytes)
-    make_runner = partial(
-        ModelRunner,
-        loaded.runnable,
-        backend,
-        layout,
-        attention_specs,
-        arena,
-        kv_dtype=kv_dtype,
-        kv_scales=loaded.kv_scales,
-        prunes=loaded.prunes,
-    )
-    scheduler = Scheduler(
-        manager,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=size.max_model_len,
-        chunk_tokens=size.chunk_tokens,
-        scheduling_policy=config.scheduling_policy,
-        short_text_tokens=model_config.short_text_tokens,
-        max_loras=config.max_loras,
-        drafter=_drafter(config, make_runner, layout, size, model_config),
-    )
-    runner = make_runner()
-    if device.type != "cpu":
-        runner.reserve_tables(max_batch.num_requests, max_batch.line_widths)
-    if uses_graphs:
-        _capture_graphs(runner, max_batch, profile, device)
-    model_config = _with_tokenizer_end(model_config, tokenizer)
-    adapters = LoadedAdapters(
-        loaded.adapters if config.enable_lora else None,
-        runner.adapters,
-        max_loaded=config.max_cpu_loras or config.max_loras or MAX_CPU_LORAS,
-        max_rank=config.max_lora_rank,
-    )
-    return LoadedEngine(
-        tokenizer, model_config, default_params, layout, size, manager, scheduler, runner, adapters, source
+
+    def make_runner(made: Callable[..., ModelRunner] = ModelRunner) -> ModelRunner:
+        return made(
+            loaded.runnable,
+            backend,
+            layout,
+            attention_specs,
+            arena,
+            kv_dtype=kv_dtype,
+            kv_scales=loaded.kv_scales,
+            prunes=loaded.prunes,
+        )
+
+    return LoadedShard(
+        loaded=loaded,
+        layout=layout,
+        size=size,
+        slab_quota=slab_quota,
+        interval_tokens=interval_tokens,
+        max_batch=max_batch,
+        profile=profile,
+        device=device,
+        uses_graphs=uses_graphs,
+        make_runner=make_runner,
     )
 
 
@@ -318,7 +462,15 @@ def _checked_memory_bytes(memory_bytes: int | None, device: torch.device) -> int
     return memory_bytes
 
 
-def _choose_device(name: str) -> torch.device:
+def choose_device(name: str, rank: int) -> torch.device:
+    """rank: of the worker; the CUDA devices behind the first are those of the workers behind it."""
+    device = _device_of(name)
+    if rank == 0 or device.type == "cpu":
+        return device
+    return _device_of(f"cuda:{(device.index or 0) + rank}")
+
+
+def _device_of(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -8,8 +8,10 @@ interrupted.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,10 +22,14 @@ from lamella.engine.lora_request import LoRARequest
 from lamella.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from lamella.engine.sampling_params import RequestOutputKind, SamplingParams
 from lamella.engine.scheduling.new_tokens import NewTokens
-from lamella.engine.scheduling.request import Request
+from lamella.engine.scheduling.request import NO_ROW, Request
+from lamella.engine.step_failures import ENDED, Position
+from lamella.errors import LamellaError
 from lamella.model_executor.step_plan import TokenLogprobs
 from lamella.model_executor.text.stop_strings import StopStrings
 from lamella.model_executor.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 # What is kept of a sample: number of tokens, number of tokens reported, finish_reason, stop_reason.
 _Kept = tuple[int, int, str | None, int | str | None]
@@ -99,8 +105,16 @@ class Stopped(NamedTuple):
     num_dropped_tokens: int
 
 
+class EndedSample(NamedTuple):
+    """A sample that has ended, and how many tokens it got."""
+
+    request: Request
+    num_output_tokens: int
+
+
 class OutputProcessor:
-    """num_kept_tokens: how many generated tokens of all requests have been kept since the start."""
+    """num_kept_tokens: how many generated tokens of all requests have been kept since the start. ended: the samples
+    that the last call of `process`, `abort` or `fail` ended."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -110,6 +124,7 @@ class OutputProcessor:
         self._finding: _Finding | None = None
         self._is_open = False  # whether something may have changed that is not kept yet
         self.num_kept_tokens = 0
+        self.ended: list[EndedSample] = []
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._conversations
@@ -152,6 +167,10 @@ class OutputProcessor:
             self._last_stops = StopStrings(params.stop)
         return self._last_stops
 
+    def _ended(self, request: Request) -> EndedSample:
+        sample = self._conversations[request.request_id].samples[request.sample_index]
+        return EndedSample(request, len(sample.token_ids))
+
     def requests_of(self, request_id: str) -> list[Request]:
         return self._conversations[request_id].requests
 
@@ -192,7 +211,10 @@ class OutputProcessor:
             (sample.detokenizer or self._detokenizer(conversation, sample)).finish()
             samples.append(sample)
             touched[request.request_id] = conversation
+        ended = dict.fromkeys((*new_tokens.ended, *new_tokens.failed, *(one.request for one in stopped)))
+        found = [self._ended(request) for request in ended]
         self._keep(samples, touched.values(), len(new_tokens.token_ids) - num_dropped)
+        self.ended = found
         return stopped
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
@@ -206,8 +228,101 @@ class OutputProcessor:
             (sample.detokenizer or self._detokenizer(conversation, sample)).finish()
         for request in ended:
             request.finish_reason, request.stop_reason = "abort", None
+        found = [self._ended(request) for request in ended]
         self._keep([sample for _, sample in samples], touched, 0)
+        self.ended = found
         return ended
+
+    def fail(self, errors: Mapping[str, LamellaError]) -> list[Request]:
+        """As `abort`, for requests whose steps fail: `take` has an output with the error for each. What cannot be told
+        of it, because making it fails, too, is left out."""
+        self._is_open = True
+        samples: list[_Sample] = []
+        ended: list[Request] = []
+        outputs: list[RequestOutput] = []
+        for request_id, error in errors.items():
+            conversation = self._conversations[request_id]
+            for sample in conversation.samples:
+                if not sample.request.is_finished:
+                    sample.request.finish_reason, sample.request.stop_reason = "error", str(error)
+                    ended.append(sample.request)
+            try:
+                for sample in conversation.samples:
+                    (sample.detokenizer or self._detokenizer(conversation, sample)).finish()
+                output = self._output(conversation, final=True)
+            except Exception:
+                logger.warning("of request %s only the tokens can be told", request_id, exc_info=True)
+                output = self._bare_output(conversation)
+            outputs.append(dataclasses.replace(output, error=error))
+            samples += conversation.samples
+        found = [self._ended(request) for request in ended]
+        self._finding = _Finding(samples, list(errors), outputs, self.num_kept_tokens)
+        self._finish_finding()
+        self.ended = found
+        return ended
+
+    def _bare_output(self, conversation: Conversation) -> RequestOutput:
+        """A last output that nothing has to be computed for: the tokens that are kept."""
+        is_delta = conversation.params.output_kind is RequestOutputKind.DELTA
+        parts = []
+        for sample in conversation.samples:
+            num_tokens, num_reported, *_ = sample.kept
+            token_ids = sample.token_ids[num_reported if is_delta else 0 : num_tokens]
+            request = sample.request
+            parts.append(
+                CompletionOutput(
+                    index=request.sample_index,
+                    text="",
+                    token_ids=token_ids,
+                    finish_reason=request.finish_reason,
+                    stop_reason=request.stop_reason,
+                )
+            )
+        return RequestOutput(
+            request_id=conversation.request_id,
+            prompt=conversation.prompt,
+            prompt_token_ids=conversation.prompt_token_ids,
+            outputs=parts,
+            finished=True,
+            lora_request=conversation.lora_request,
+        )
+
+    def positions_of(self, request_id: str, num_computed: Sequence[int]) -> tuple[Position, ...] | None:
+        """How far each of the request's samples has come; None: the request has ended. Of one that waits, what it has
+        computed of its prompt alone does not count.
+
+        num_computed: by row."""
+        conversation = self._conversations.get(request_id)
+        if conversation is None:
+            return None
+        positions = []
+        for sample in conversation.samples:
+            num_tokens, _, finish_reason, _ = sample.kept
+            row = sample.request.row
+            if finish_reason is not None:
+                positions.append(ENDED)
+            elif row != NO_ROW:
+                positions.append(Position(num_computed[row], num_tokens))
+            else:
+                computed = sample.request.num_prompt_tokens + num_tokens - 1 if num_tokens else 0
+                positions.append(Position(computed, num_tokens))
+        return tuple(positions)
+
+    def in_a_step(self) -> list[str]:
+        """The ids of the requests that run, or that have ended with what is not kept yet. For a failed step, before it
+        is undone."""
+        return [
+            request_id
+            for request_id, conversation in self._conversations.items()
+            if any(
+                sample.request.row != NO_ROW or (sample.request.is_finished and sample.kept[2] is None)
+                for sample in conversation.samples
+            )
+        ]
+
+    def ids(self) -> list[str]:
+        """Of the requests that have not ended, in order of arrival."""
+        return list(self._conversations)
 
     # Outputs must not be lost when the call that takes them is interrupted. So they are forgotten last, on the line
     # that returns them, and nothing is called after it. Python changes threads and runs signal handlers at the

@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from lamella.engine.lora_request import LoRARequest
+from lamella.errors import LamellaError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class CompletionOutput:
     logprobs: per token, the asked-for top tokens and the sampled one by token id, None unless asked for.
     finish_reason: None while running; "stop" (an end token, a stop token id or a stop string),
         "length" (max_tokens or max_model_len), "abort", "error" (there were no logits that a token could
-        be chosen from, or a logits processor failed; other requests go on).
+        be chosen from, or a logits processor or steps with it failed; other requests go on).
     stop_reason: what stopped it: the token id of stop_token_ids, the string of stop, what went wrong; None
         for an end token and for every other finish_reason.
     """
@@ -85,6 +86,9 @@ class RequestOutput:
     prompt_logprobs: per token of the prompt, the asked-for top tokens and the token itself by token id, None for the
         first token and those before prompt_logprob_start; with RequestOutputKind.DELTA in the first output alone. None
         unless asked for.
+    index: place of the prompt among those given to `generate`, `chat` or `stream`, from 0; None: an engine made it.
+    error: why there is no whole answer: the request was refused, then outputs is empty, or it failed on the way, then
+        outputs hold what came of it. None for every other request.
     """
 
     request_id: str
@@ -97,6 +101,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     lora_request: LoRARequest | None = None
+    error: LamellaError | None = None
+    index: int | None = None
 
     prompt_token_id_logprobs: ClassVar[None] = None
     encoder_prompt: ClassVar[None] = None

@@ -69,14 +69,14 @@ def root_salt(cache_salt: str | None, adapter_digest: str) -> str | None:
     return f"{cache_salt or ''}\0lora:{adapter_digest}" if adapter_digest else cache_salt
 
 
-def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+def split_prompts(prompts: Any) -> list[Any]:
     """One prompt or many -> a list of prompts."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, np.ndarray) and prompts.ndim == 1:
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts is {type(prompts).__name__}: must be {FORMS}, or a list of these")
+        raise RequestError(f"prompts is {type(prompts).__name__}: must be {FORMS}, or a list or an iterator of these")
     if prompts and all(_is_integer(token) for token in prompts):
         return [prompts]
     return list(prompts)

@@ -41,6 +41,12 @@ class Turns:
         """Threads that wait for a turn, as far as is known."""
         return len(self._waiting)
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has the turn. After an interrupt it may be so without the thread knowing, until it takes
+        another turn."""
+        return self._holder == threading.get_ident()
+
     def run(self, work: Callable[[], Result]) -> Result:
         """Do the work when it is this thread's turn."""
         thread = threading.get_ident()

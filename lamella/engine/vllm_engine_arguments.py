@@ -35,6 +35,9 @@ NONE_IS_DEFAULT = (
     "device",
     "enforce_eager",
     "gpu_memory_utilization",
+    "tensor_parallel_size",
+    "data_parallel_size",
+    "distributed_timeout_seconds",
 )
 
 ENGINE_ARGUMENTS: Foreign = {
@@ -46,12 +49,10 @@ ENGINE_ARGUMENTS: Foreign = {
         _retention, '0: `retention="tails"`; None: `"all"`; n: `"tails"` with `retention_grid_tokens=n`'
     ),
     **absent(
-        "a process runs the whole model on one device: start an engine on each",
-        tensor_parallel_size=(1,),
+        "there are tensor_parallel_size and data_parallel_size, on one machine and on Ray (docs/scaling.md)",
         pipeline_parallel_size=(1,),
         prefill_context_parallel_size=(1,),
         decode_context_parallel_size=(1,),
-        data_parallel_size=(1,),
         data_parallel_size_local=(1,),
         data_parallel_rank=(0,),
         data_parallel_start_rank=(0,),
@@ -83,11 +84,9 @@ ENGINE_ARGUMENTS: Foreign = {
         scheduler_cls=("vllm.core.scheduler.Scheduler",),
     ),
     **absent(
-        "there are no worker processes that it could set up",
-        distributed_executor_backend=("mp", "uni", "ray", "external_launcher"),
+        "workers of tensor_parallel_size are set up without it",
         master_addr=ANY,
         master_port=ANY,
-        distributed_timeout_seconds=ANY,
         cpu_distributed_timeout_seconds=ANY,
         max_parallel_loading_workers=ANY,
         disable_custom_all_reduce=ANY,
@@ -335,8 +334,7 @@ ENGINE_ARGUMENTS: Foreign = {
         return_sampling_mask=(False,),
     ),
     **absent(
-        "Engine.stats() and RequestOutput.metrics are always kept; logging is the standard library's",
-        disable_log_stats=ANY,
+        "Engine.stats() and RequestOutput.metrics are always kept; logging is the standard library's; `profile` traces",
         aggregate_engine_logging=(False,),
         logging_config=(),
         log_level=(),

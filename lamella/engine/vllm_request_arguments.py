@@ -82,6 +82,18 @@ FROM_ENGINE_ARGS_ARGUMENTS: dict[str, Absent] = {
     **absent("Engine.stats() has the figures", stat_loggers=()),
     **absent("the engine runs in the caller's process and thread", enable_multiprocessing=(False,)),
 }
+# Arguments of AsyncLLM.generate, and of its from_engine_args.
+ASYNC_GENERATE_ARGUMENTS: dict[str, Absent] = {
+    **{name: entry for name, entry in ADD_REQUEST_ARGUMENTS.items() if name != "arrival_time"},
+    **absent("one process runs one engine", data_parallel_rank=(0,)),
+    **absent("texts are given out as they are, with whatever thoughts are in them", reasoning_ended=ANY),
+    **absent("texts are given out as they are, with whatever thoughts are in them", reasoning_parser_kwargs=()),
+}
+ASYNC_FROM_ENGINE_ARGS_ARGUMENTS: dict[str, Absent] = {
+    **absent("nothing is reported to anybody", usage_context=ANY),
+    **absent("AsyncEngine.stats() has the figures", stat_loggers=()),
+    **absent("the engine's thread runs from the beginning", start_engine_loop=(True,)),
+}
 ABORT_REQUEST_ARGUMENTS: dict[str, Absent] = absent("request ids are the caller's own", internal=(False,))
 RESET_PREFIX_CACHE_ARGUMENTS: dict[str, Absent] = {
     **absent("what running requests use stays cached: abort them first", reset_running_requests=(False,)),

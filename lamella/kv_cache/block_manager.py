@@ -28,7 +28,7 @@ import numpy as np
 
 from lamella.kv_cache.arena import Arena
 from lamella.kv_cache.chunk_pages import ChunkPages
-from lamella.kv_cache.counters import GroupUsage, HitCounters, KVCacheCounters
+from lamella.kv_cache.counters import CacheEvents, GroupUsage, HitCounters, KVCacheCounters, SlabUse
 from lamella.kv_cache.expectations import Expectation
 from lamella.kv_cache.gathered_tables import GatheredTables
 from lamella.kv_cache.inspection import Inspection
@@ -491,6 +491,31 @@ class BlockManager:
             num_dead_full_pages=tree.num_dead_full_pages,
             hits=hits,
         )
+
+    def events(self) -> CacheEvents:
+        """What has happened, for those who look after every step."""
+        tree, supply = self._tree, self._supply
+        return CacheEvents(
+            tuple(self._parts.arena.num_used),
+            tuple(supply.num_owned),
+            self._windows.num_slides,
+            supply.num_slab_moves,
+            tree.num_evicted_resume_points,
+            tree.num_evicted_spare_pages,
+            tree.num_dead_full_pages,
+        )
+
+    def slab_use(self) -> SlabUse:
+        """Which group and which row has each slab now. Takes time that grows with the pages of all rows."""
+        tables, num_slabs = self._rows, self.settings.num_slabs
+        of_slabs = np.full(num_slabs, -1, dtype=np.int32)
+        rows = tables.in_use()
+        width = int(tables.num_blocks[rows].max(initial=0))
+        for pages in tables.pages:
+            slabs = pages[rows, :width] // self.layout.slab_units
+            place, block = ((slabs > 0) & (slabs < num_slabs)).nonzero()
+            of_slabs[slabs[place, block]] = rows[place]
+        return SlabUse(self._parts.arena.slab_group.copy(), of_slabs)
 
     def inspect(self) -> Inspection:
         """The parts, for `invariants`, tests and tools to look at; no engine asks for them."""

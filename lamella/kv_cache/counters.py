@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 
 class GroupUsage(NamedTuple):
     """Pages of one group by state; they add up to the pages of the slabs lent to it."""
@@ -68,3 +70,26 @@ class KVCacheCounters:
     num_tombstones: int
     num_dead_full_pages: int
     hits: HitCounters
+
+
+class CacheEvents(NamedTuple):
+    """The same totals as plain numbers, cheap enough to read in every step; those of slides begin anew with `clear`.
+
+    num_used, num_owned: pages of each group that are in use, and those of them that requests hold, now. num_slides:
+    times that a row let go of blocks behind a window."""
+
+    num_used: tuple[int, ...]
+    num_owned: tuple[int, ...]
+    num_slides: int
+    num_slab_moves: int
+    num_evicted_resume_points: int
+    num_evicted_spare_pages: int
+    num_dead_full_pages: int
+
+
+class SlabUse(NamedTuple):
+    """Who has which slab now. groups: int16 [num_slabs], -1 where a slab is free, -2 for the null slab. rows: int32
+    [num_slabs], one of the rows that use pages of it, -1 where none does."""
+
+    groups: np.ndarray
+    rows: np.ndarray

@@ -23,6 +23,7 @@ class RowWindows:
         self._page_tokens, self._interval_tokens = page_tokens, settings.interval_tokens
         self._num_blocks_more = settings.num_blocks_more
         self._rows, self._tree, self._supply = rows, tree, supply
+        self.num_slides = 0  # times that a row let go of blocks of a group
 
     def slide(self, row: int, position: int, end_position: int, *, at_once: bool) -> None:
         """Let go what no query from `position` on sees. Of that, leave for the row's end what a query at `end_position`
@@ -42,6 +43,7 @@ class RowWindows:
                 self._supply.release_block(group, row, block)
             rows.first_kept_at[group][row] = new_first
             rows.stamp(group, row)
+            self.num_slides += 1
 
     def lowest_owned(self, row: int, num_processed: int, prompt_tokens: int) -> int:
         """The lowest position that the row must own a window for: where it goes on itself or, while its prompt is being

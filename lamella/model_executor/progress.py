@@ -16,7 +16,7 @@ LINE_SECONDS = 10.0  # between two lines, so that they do not fill a log file
 
 
 class Progress:
-    """`total` units of something called `label`, on stderr or `stream`.
+    """`total` units of something called `label`, on stderr or `stream`. total: None where nobody knows yet.
 
     announces: where there is no terminal, the first line comes at once; else nothing is written for what ends within
     LINE_SECONDS.
@@ -25,7 +25,7 @@ class Progress:
     def __init__(
         self,
         label: str,
-        total: int,
+        total: int | None,
         unit: str,
         *,
         announces: bool = False,
@@ -53,14 +53,17 @@ class Progress:
         """`num_done` of `total` units are done; it never goes back. note: what a line says of them, or a bar behind
         its numbers."""
         self._total = self._total if total is None else total
-        num_new = max(0, min(num_done, self._total) - self._num_done)
+        if self._total is not None:
+            num_done = min(num_done, self._total)
+        num_new = max(0, num_done - self._num_done)
         self._num_done += num_new
         if self._bar is not None:
             self._bar.total = self._total
             self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(num_new)
         elif self.is_due:
-            self._write(f"{self._label}: {100 * self._num_done // max(1, self._total)} %{', ' if note else ''}{note}")
+            share = "" if self._total is None else f"{100 * self._num_done // max(1, self._total)} %"
+            self._write(f"{self._label}: {', '.join(filter(None, (share, note)))}")
         else:
             return
         self._next_time = self._clock() + self._period

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -29,8 +30,10 @@ from lamella.model_executor.receptive_field import ReceptiveField
 from lamella.model_executor.sampling.head_sampling import sample_from_head
 from lamella.model_executor.sampling.sampler import Sampler
 from lamella.model_executor.sampling.sampler_choice import choose_sampler
+from lamella.model_executor.sampling.timed_scores import TimedScores
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
 from lamella.model_executor.step_buffers import StepInputs, StepUpload, host_inputs, send_step
+from lamella.model_executor.step_clock import StepClock
 from lamella.model_executor.step_plan import ScoredTokens, StepPlan, StepResult, TokenLogprobs
 from lamella.model_executor.weights.kv_scales import KVScales
 
@@ -94,6 +97,7 @@ class ModelRunner:
     kv_dtype: what K and V are stored in; None: the model's dtype. kv_scales: one per layer; None: all 1.
     prunes: layers compute only the tokens that something depends on (`ReceptiveField`), and the model goes by
     `StepAttention.output_rows`. False: they compute all. sampler: None takes the one for the arena's device.
+    clock: may be set at any time; it is told where the time of steps goes.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class ModelRunner:
         self.prunes = prunes
         self.device = arena.device
         self.graphs: DecodeGraphs | None = None
+        self.clock: StepClock | None = None
         self.adapters: dict[int, Adapter] = {}  # by the numbers that plans name them by
         self._upload = StepUpload(arena.device)
         self.tables = DeviceTables(arena.device, layout)
@@ -168,6 +173,11 @@ class ModelRunner:
         )
         self.graphs = DecodeGraphs(self._forward, buffers, self._upload, maker, sizes)
 
+    def trim_memory(self) -> None:
+        """Give the memory back that torch holds in reserve on a device, in pieces that may be too small for a step."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
 
@@ -175,14 +185,28 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Give the step to the device. Tokens that `plan.token_sources` names are samples of the step launched
         before."""
+        hidden = self.compute(plan)
+        computed = time.monotonic()
+        launched = self._sample(hidden, plan)
+        if self.clock is not None:
+            self.clock.sampling += time.monotonic() - computed
+        self._last_token_ids = launched.token_ids
+        return launched
+
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan) -> torch.Tensor:
+        """The step without its sampling: hidden states [S, width] of the tokens that leave the last layer."""
+        start = time.monotonic()
         self._copy_pages(plan)
+        copied = time.monotonic()
         # Graphs were captured with the rotary embedding of short texts, and without adapters.
         graphs = None if plan.is_long_text is not None or plan.adapter_ids is not None else self.graphs
         size = None if graphs is None else graphs.size_for(plan)
         hidden = self._run_eager(plan) if size is None else self._run_graph(plan, size)
-        launched = self._sample(hidden, plan)
-        self._last_token_ids = launched.token_ids
-        return launched
+        if self.clock is not None:
+            self.clock.copies += copied - start
+            self.clock.layers += time.monotonic() - copied
+        return hidden
 
     def _sample(self, hidden: torch.Tensor, plan: StepPlan) -> LaunchedStep:
         if plan.scored is not None:
@@ -196,7 +220,14 @@ class ModelRunner:
 
     def _sample_from(self, hidden: torch.Tensor, plan: StepPlan) -> LaunchedStep:
         """hidden: [S, width], of the tokens behind which one is sampled."""
+        start = time.monotonic()
         scores = self.model.logits(hidden)
+        if self.clock is not None:
+            seconds = time.monotonic() - start
+            self.clock.head += seconds
+            self.clock.sampling -= seconds  # `launch` adds the whole
+            if not isinstance(scores, torch.Tensor):
+                scores = TimedScores(scores, self.clock)
         if not isinstance(scores, torch.Tensor):
             return self._finished(sample_from_head(Sampler(), scores, plan.sampling))
         sampled = self.sampler(scores, plan.sampling)
@@ -280,7 +311,7 @@ class ModelRunner:
         if 0 in needed_tokens:
             rows = to_device(needed_tokens[0], token_ids.device)
             token_ids, positions = token_ids[rows], positions[rows]
-        attention = StepAttention(self.backend, self.layout, self.places, inputs.metadata, needed_tokens)
+        attention = StepAttention(self.backend, self.layout, self.places, inputs.metadata, needed_tokens, self.clock)
         if is_long is None and adapters is None:
             return self.model(token_ids, positions, attention)
         if adapters is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from lamella.attention.contract import AttentionBackend, AttentionParams, LayerC
 from lamella.attention.metadata import AttentionMetadata, to_device
 from lamella.errors import InvariantError
 from lamella.kv_cache.layout import KVLayout
+from lamella.model_executor.step_clock import StepClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,8 @@ class LayerPlace:
 
 class StepAttention:
     """Attends for the layers of one step. metadata: one for each group, of all tokens. needed_tokens: which of them
-    each layer takes in, see `ReceptiveField`."""
+    each layer takes in, see `ReceptiveField`. clock: what is told how long attention takes; None: nobody wants to
+    know."""
 
     def __init__(
         self,
@@ -34,12 +37,14 @@ class StepAttention:
         places: list[LayerPlace],
         metadata: Sequence[AttentionMetadata],
         needed_tokens: Mapping[int, np.ndarray],
+        clock: StepClock | None = None,
     ) -> None:
         self.backend = backend
         self.layout = layout
         self.places = places
         self.metadata = metadata
         self.needed_tokens = needed_tokens
+        self.clock = clock
         self._output_rows: dict[int, torch.Tensor | None] = {}
 
     def output_rows(self, layer: int) -> torch.Tensor | None:
@@ -67,13 +72,21 @@ class StepAttention:
         """q [S, num_heads, k_dim], k and v [T, num_kv_heads, dim] or None -> [S, num_heads, v_dim], for T tokens that
         the layer takes in and S that leave it."""
         place = self.place(layer, has_kv=k is not None)
-        return attend(self.backend, place.params, place.cache, q, k, v, self.taken(layer), queries=self.left(layer))
+        start = time.monotonic()
+        attended = attend(self.backend, place.params, place.cache, q, k, v, self.taken(layer), queries=self.left(layer))
+        if self.clock is not None:
+            self.clock.add_attention(start)
+        return attended
 
     def attend_written(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q [S, num_heads, k_dim] -> [S, num_heads, v_dim], for the S tokens that leave the layer; K and V are in their
         pages already."""
         place = self.places[layer]
-        return attend(self.backend, place.params, place.cache, q, None, None, self.left(layer))
+        start = time.monotonic()
+        attended = attend(self.backend, place.params, place.cache, q, None, None, self.left(layer))
+        if self.clock is not None:
+            self.clock.add_attention(start)
+        return attended
 
     def taken(self, layer: int) -> AttentionMetadata:
         """The metadata of the tokens that the layer takes in."""

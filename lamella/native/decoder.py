@@ -153,7 +153,7 @@ class LayerStep:
 @functools.cache
 def _function() -> Callable[..., int]:
     return require_library().function(
-        "run_layers", Pointer, Pointer, Int, Pointer, Pointer, Int, Pointer, Int, restype=Int
+        "run_layers", Pointer, Pointer, Int, Pointer, Pointer, Int, Pointer, Int, Pointer, restype=Int
     )
 
 
@@ -164,12 +164,14 @@ def run_layers(
     normed: Tensor,
     adapters: StepAdapters | None = None,
     first_layer: int = 0,
+    attention_seconds: ctypes.c_double | None = None,
 ) -> None:
     """All rows through one layer after the other, each with its step.
 
     x [T, width] is the residual stream, normed [T, width] its norm: the first layer's input, and in the end what
     follows the last. Both contiguous float32; they change in place. adapters: of the rows; first_layer: which of the
-    layers that these have is the first here. Raises MemoryError where there is none for attention's tiles.
+    layers that these have is the first here. attention_seconds: what the time of rotary embedding, writing K and V and
+    attention is added to; None: nobody wants to know. Raises MemoryError where there is none for attention's tiles.
     """
     num_layers, num_rows = len(layers), x.shape[0]
     for layer, step in zip(layers, steps, strict=True):
@@ -201,6 +203,6 @@ def run_layers(
         addresses(*(layer.address for layer in layers)),
         addresses(*(step.address for step in steps)),
         num_layers, x.data_ptr(), normed.data_ptr(), num_rows, None if adapters is None else adapters.address,
-        first_layer,
+        first_layer, None if attention_seconds is None else ctypes.addressof(attention_seconds),
     ):  # fmt: skip
         raise MemoryError(f"attention found no memory for {num_rows} rows")

@@ -6,7 +6,14 @@ from collections import Counter
 import pytest
 
 from lamella.benchmark.dataset_options import DatasetOptions
-from lamella.benchmark.datasets import PrefixRepetitionDataset, RandomDataset, ShareGPTDataset, TraceDataset
+from lamella.benchmark.datasets import (
+    CustomDataset,
+    PrefixRepetitionDataset,
+    RandomDataset,
+    ShareGPTDataset,
+    SonnetDataset,
+    TraceDataset,
+)
 from lamella.benchmark.requests import DrawContext, draw_requests
 from lamella.errors import ConfigError
 
@@ -333,7 +340,7 @@ class TestOptions:
             ({"input_len": 5, "random_input_len": 6}, "--input-len 5 contradicts --random-input-len 6"),
             ({"output_len": 5, "random_output_len": 6}, "--output-len 5 contradicts --random-output-len 6"),
             ({"trace_scale": 0.5}, "--trace-scale has no effect with --dataset-name random"),
-            ({"dataset_path": "x"}, "use --dataset-name sharegpt or trace"),
+            ({"dataset_path": "x"}, "use --dataset-name sharegpt or sonnet or custom or trace"),
             ({"prefix_repetition_output_len": 3}, "--prefix-repetition-output-len has no effect"),
             ({"dataset_name": "trace"}, "give --dataset-path"),
             ({"dataset_name": "sharegpt", "dataset_path": "x", "input_len": 3}, "--input-len 3 contradicts"),
@@ -352,9 +359,58 @@ class TestOptions:
                 {"dataset_name": "prefix-repetition", "output_len": 9, "prefix_repetition_output_len": 4},
                 "--output-len 9 contradicts --prefix-repetition-output-len 4",
             ),
-            ({"dataset_name": "sonnet"}, "choose one of random, prefix-repetition, sharegpt, trace"),
+            ({"dataset_name": "poems"}, "choose one of random, prefix-repetition, sharegpt, sonnet, custom, trace"),
+            ({"dataset_name": "custom", "dataset_path": "x", "input_len": 3}, "--input-len 3 contradicts"),
+            ({"dataset_name": "sonnet", "dataset_path": "x", "custom_output_len": 3}, "use --dataset-name custom"),
         ],
     )
     def test_contradictions_are_refused(self, options, message):
         with pytest.raises(ConfigError, match=message):
             DatasetOptions(**options).dataset()
+
+
+class TestSonnet:
+    LINES = ("a a a", "bb bb", "ccc ccc ccc ccc", "dddd", "")
+
+    def test_all_prompts_begin_with_the_first_lines_and_go_on_with_others(self, tmp_path):
+        path = tmp_path / "sonnet.txt"
+        path.write_text("\n".join(self.LINES) + "\n")
+        drawn = draw(SonnetDataset(path, input_len=20, output_len=3, prefix_len=6), num_prompts=50)
+        lines = [one_token_per_word(line) for line in self.LINES if line]
+        prefix = lines[0] + lines[1]  # five tokens: a third line would be too many
+        longest_falls_short = 0
+        for prompt in prompts_of(drawn):
+            assert prompt[:5] == prefix
+            rest = prompt[5:]
+            while rest:  # whole lines, whichever
+                line = next(line for line in lines if rest[: len(line)] == line)
+                rest = rest[len(line) :]
+            assert len(prompt) <= 20
+            longest_falls_short = max(longest_falls_short, 20 - len(prompt))
+        assert longest_falls_short < 4
+        assert len({tuple(prompt) for prompt in prompts_of(drawn)}) > 10
+        assert prompts_of(draw(SonnetDataset(path, 20, 3, 6), num_prompts=50)) == prompts_of(drawn)
+
+    def test_a_text_without_short_lines_is_refused(self, tmp_path):
+        path = tmp_path / "sonnet.txt"
+        path.write_text("a a a\n")
+        with pytest.raises(ConfigError, match="no line of at most 2 tokens"):
+            draw(SonnetDataset(path, input_len=2, output_len=3, prefix_len=0))
+
+
+class TestCustom:
+    def test_rows_in_order_with_their_own_lengths_and_long_ones_passed_over(self, tmp_path):
+        path = tmp_path / "rows.jsonl"
+        rows = [{"prompt": "a b c"}, {"prompt": "a " * 50}, {"prompt": "d e", "output_tokens": 4, "extra": 1}]
+        write_jsonl(path, rows)
+        drawn = draw(CustomDataset(path, output_len=7), max_model_len=20)
+        assert prompts_of(drawn) == [one_token_per_word("a b c"), one_token_per_word("d e")]
+        assert [request.output_len for request in drawn.requests] == [7, 4]
+        assert drawn.num_skipped == 1
+
+    @pytest.mark.parametrize("row", [{"text": "a"}, {"prompt": 3}, {"prompt": "a", "output_tokens": 0}, ["a"]])
+    def test_other_rows_are_refused_with_their_line(self, tmp_path, row):
+        path = tmp_path / "rows.jsonl"
+        write_jsonl(path, [{"prompt": "fine"}, row])
+        with pytest.raises(ConfigError, match=r"rows\.jsonl:2|rows\.jsonl, line 2"):
+            draw(CustomDataset(path))

@@ -45,6 +45,9 @@ WHOLE_ENGINE = (
     "max_cpu_loras",
     "max_lora_rank",
     "max_pinned_bytes",
+    "tensor_parallel_size",
+    "data_parallel_size",
+    "distributed_timeout_seconds",
 )
 FRACTIONS = ("kv_cache_memory_fraction", "gpu_memory_utilization")
 
@@ -158,12 +161,12 @@ def test_the_ratio_is_bounded(value):
 @pytest.mark.parametrize(
     "name",
     ["enable_prefix_caching", "disable_hybrid_kv_cache", "windowed_replay", "enforce_eager", "check_invariants",
-     "async_scheduling"],
+     "async_scheduling", "enable_lora", "disable_log_stats"],
 )  # fmt: skip
 def test_truth_values_are_truth_values(name):
     of_that_type = {f.name for f in dataclasses.fields(EngineConfig) if "bool" in f.type}
     assert name in of_that_type
-    assert len(of_that_type) == 7
+    assert len(of_that_type) == 8
     for value in ("no", "", 0, 1, [], np.ones(2)):
         with pytest.raises(ConfigError, match=f"^{name}=.*True or False"):
             EngineConfig("m", **{name: value})
@@ -221,7 +224,7 @@ def test_more_kv_memory_than_there_is_is_refused_before_tables_are_made(folder):
 
 
 def test_memory_that_ends_at_start_up_is_a_capacity_error(folder, monkeypatch):
-    def end(config, *, shows_progress):
+    def end(config, *, shows_progress, start_workers):
         raise MemoryError("no 8 GiB")
 
     monkeypatch.setattr("lamella.engine.engine.load_engine", end)

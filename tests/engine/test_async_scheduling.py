@@ -172,9 +172,8 @@ def test_a_failing_step_harms_nothing(folder, monkeypatch, where, call):
         with monkeypatch.context() as patch:
             patch.setattr(runner_type, "launch", launch_or_fail)
             while engine.has_unfinished_requests():
-                try:
-                    finished.update({output.request_id: output for output in engine.step() if output.finished})
-                except MemoryError:
+                finished.update({output.request_id: output for output in engine.step() if output.finished})
+                if engine.stats().num_failed_steps > num_failed:
                     num_failed += 1
                     assert not engine.inspect().launched
                     engine.check_invariants()

@@ -180,8 +180,7 @@ def test_a_failing_step_harms_nothing(folder, monkeypatch):
         runner = engine.inspect().runner
         with monkeypatch.context() as patch:
             patch.setattr(type(runner), "launch", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
-            with pytest.raises(MemoryError):
-                engine.step()
+            assert engine.step() == []
         engine.check_invariants()
         finished = {}
         while engine.has_unfinished_requests():

@@ -28,6 +28,10 @@ def fail(*_, **__):
     raise FailureError
 
 
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
 @pytest.fixture
 def model():
     with fake_models([full(), sliding(5)], max_model_len=MAX_MODEL_LEN, extra_slabs=40):
@@ -148,16 +152,11 @@ def test_a_step_that_fails_on_the_host_is_undone(engine, monkeypatch, where):
         return result
 
     monkeypatch.setattr(scheduler, where, once)
-    last, num_failed = {}, 0
+    last = {}
     while engine.has_unfinished_requests():
-        try:
-            outputs = engine.step()
-        except MemoryError:
-            num_failed += 1
-            engine.check_invariants()
-            continue
-        last |= {output.request_id: output.outputs[0] for output in outputs}
-    assert num_failed == 1
+        last |= {output.request_id: output.outputs[0] for output in engine.step()}
+        engine.check_invariants()
+    assert engine.stats().num_failed_steps == 1
     assert last["a"].token_ids == answer().token_ids
     expected = answer(params=stops)
     assert (last["b"].token_ids, last["b"].text, last["b"].stop_reason) == (*expected[:2], stops.stop[0])
@@ -237,8 +236,8 @@ def test_a_roll_back_that_fails_empties_the_cache_instead(engine, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine.inspect().runner, "launch", fail)
         patch.setattr(engine.inspect().scheduler, "roll_back", fail)
-        with pytest.raises(FailureError):
-            run(engine)
+        while not engine.stats().num_failed_steps:
+            engine.step()
     engine.check_invariants()
     assert run(engine) == {"a": [(answer().token_ids, "length")]}
     assert_empty(engine)
@@ -247,9 +246,9 @@ def test_a_roll_back_that_fails_empties_the_cache_instead(engine, monkeypatch):
 def test_generate_works_after_one_that_was_interrupted_twice(model, monkeypatch):
     llm = LLM("fake")
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.inspect().scheduler, "update", fail)
-        patch.setattr(llm.engine, "abort", fail)
-        with pytest.raises(FailureError):
+        patch.setattr(llm.engine.inspect().scheduler, "update", interrupt)
+        patch.setattr(llm.engine, "abort", interrupt)
+        with pytest.raises(KeyboardInterrupt):
             llm.generate([PROMPT, OTHER], PARAMS, use_tqdm=False)
     assert llm.engine.has_unfinished_requests()
     outputs = llm.generate([OTHER], PARAMS, use_tqdm=False)
@@ -292,21 +291,16 @@ def outputs_of(engine, failing_call):
         return tokens
 
     loaded.scheduler.update = failing
-    collected, num_failed = {}, 0
+    collected, num_failed_before = {}, engine.stats().num_failed_steps
     while engine.has_unfinished_requests():
-        try:
-            outputs = engine.step()
-        except FailureError:
-            num_failed += 1
-            continue
-        for output in outputs:
+        for output in engine.step():
             for part in output.outputs:
                 key = output.request_id, part.index
                 before = collected.get(key, ([], "", [])) if output.request_id == "delta" else ([], "", [])
                 new = [{token: one.logprob for token, one in entry.items()} for entry in part.logprobs or ()]
                 collected[key] = (before[0] + part.token_ids, before[1] + part.text, before[2] + new)
     loaded.scheduler.update = update
-    assert num_failed == (failing_call is not None)
+    assert engine.stats().num_failed_steps - num_failed_before == (failing_call is not None)
     return collected
 
 
@@ -333,13 +327,10 @@ def test_close_gives_memory_back_though_the_error_is_kept(folder, monkeypatch, w
     part, call = where.split(".")
     monkeypatch.setattr(getattr(loaded, part), call, fail)
     del loaded
-    kept = None
-    try:
-        engine.step()
-    except FailureError as error:
-        kept = error
-    assert kept is not None
+    (output,) = [output for _ in range(4) for output in engine.step()]
     monkeypatch.undo()
+    kept = output.error.__cause__
+    assert isinstance(kept, FailureError)
     engine.close()
     gc.collect()
     assert arena() is None

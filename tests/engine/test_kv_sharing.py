@@ -58,7 +58,12 @@ def test_a_model_that_has_its_own_kv_after_all_is_stopped(tmp_path, monkeypatch)
     save_tiny_gemma(tmp_path)
     monkeypatch.setattr(model_opening, "kv_sharing", lambda config: KV_SHARING)
     with Engine(
-        model=str(tmp_path), dtype="float32", device="cpu", kv_cache_memory_bytes=2**20, max_model_len=64
+        model=str(tmp_path),
+        dtype="float32",
+        device="cpu",
+        kv_cache_memory_bytes=2**20,
+        max_model_len=64,
+        check_invariants=True,
     ) as engine:
         engine.add_request("r", [1, 2, 3], SamplingParams(max_tokens=1))
         with pytest.raises(

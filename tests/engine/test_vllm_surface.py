@@ -89,8 +89,8 @@ def test_an_argument_that_asks_for_something_is_never_a_typing_error(name):
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        ({"tensor_parallel_size": 2}, "start an engine on each"),
-        ({"tensor_parallel_size": True}, "start an engine on each"),
+        ({"pipeline_parallel_size": 2}, "tensor_parallel_size and data_parallel_size"),
+        ({"pipeline_parallel_size": True}, "tensor_parallel_size and data_parallel_size"),
         ({"trust_remote_code": True}, "local paths"),
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens"),
         ({"speculative_model": "small"}, "no draft models"),

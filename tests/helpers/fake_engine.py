@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from lamella import EngineConfig, SamplingParams
 from lamella.engine.loaded_adapters import LoadedAdapters
 from lamella.engine.model_setup import LoadedEngine
+from lamella.engine.scheduling.request import Request
 from lamella.model_executor.runner import LaunchedStep
 from lamella.model_executor.step_plan import StepPlan, StepResult, TokenLogprobs
 from tests.helpers.fake_executor import VOCAB, tags_of
@@ -91,33 +93,54 @@ class FakeRunner:
 
     fails_at: launches, by their number from 0, that fail: "launch", "result", or "update", where the result is one that
     the scheduler stumbles over when it has taken in half of it.
+    disturb: called with "launch" or "result", the plan and its requests, where these are under way; it may raise.
     """
+
+    disturb: Callable[[str, StepPlan, list[Request]], None] = staticmethod(lambda *_: None)
 
     def __init__(self, simulation: Simulation, fails_at: dict[int, str]) -> None:
         self.device = SimpleNamespace(type="cpu")
         self.backend = SimpleNamespace(name="fake")
         self._executor, self._scheduler = simulation.executor, simulation.scheduler
-        self._fails_at = fails_at
+        self.fails_at = fails_at
         self._samples = np.zeros(0, dtype=np.int64)
         self.num_launches = 0
         self.num_copied_pages = 0
         self.num_moved_pages = 0
+        self.num_trims = 0
+        self._num_failed = 0  # results that failed
+        self.wrong_reads: list[AssertionError] = []  # what steps found wrong: the engine would just do them again
+
+    def trim_memory(self) -> None:
+        self.num_trims += 1
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        how = self._fails_at.get(self.num_launches)
+        how = self.fails_at.get(self.num_launches)
         self.num_launches += 1
         if how == "launch":
             raise RuntimeError("the launch fails")
         rows = self._scheduler.rows
         requests = [rows.request(row) for row in self._scheduler.scheduled_rows.tolist()]
+        self.disturb("launch", plan, requests)
         contexts = [(one.salt, rows.tokens[one.row, : rows.num_tokens[one.row]].tolist()) for one in requests]
         results: list[StepResult] = []
+        num_failed = self._num_failed
 
         def wait() -> StepResult:
-            if how == "result":
-                raise RuntimeError("the step fails")
             if not results:
-                results.append(self._compute(plan, contexts))
+                # What is behind a step that failed reads what that did not write.
+                if num_failed < self._num_failed:
+                    raise RuntimeError("a step before it fails")
+                self._num_failed += 1
+                if how == "result":
+                    raise RuntimeError("the step fails")
+                self.disturb("result", plan, requests)
+                try:
+                    results.append(self._compute(plan, contexts))
+                except AssertionError as error:
+                    self.wrong_reads.append(error)
+                    raise
+                self._num_failed -= 1
             return dataclasses.replace(results[0], logprobs=Stumbling()) if how == "update" else results[0]
 
         return LaunchedStep(None, wait)
@@ -154,7 +177,7 @@ class FakeRunner:
 def fake_models(specs, fails_at: dict[int, str] | None = None, **arguments):
     """Engines made in it have that model. arguments: Simulation's."""
 
-    def load(config: EngineConfig, *, shows_progress: bool) -> LoadedEngine:
+    def load(config: EngineConfig, *, shows_progress: bool, start_workers: Any) -> LoadedEngine:
         simulation = Simulation(specs, **arguments)
         return LoadedEngine(
             tokenizer=FakeTokenizer(),

@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 import lamella
 from lamella import Engine, RequestOutputKind, SamplingParams
+from lamella.engine.scheduling.request import Request
 from lamella.kv_cache.retention import RetentionPolicy
+from lamella.model_executor.step_plan import StepPlan
 from tests.helpers.fake_engine import fake_models, foretell_answer
 from tests.helpers.simulation import full, sliding
 
@@ -163,12 +165,14 @@ class Bombs:
 
 @dataclass(frozen=True)
 class Setting:
-    """tight: memory for little more than one request. fails_at: see FakeRunner."""
+    """tight: memory for little more than one request. fails_at: see FakeRunner. guilty: the request with which
+    each step fails."""
 
     is_async: bool
     tight: bool
     policy: str
     fails_at: tuple[tuple[int, str], ...] = ()
+    guilty: str | None = None
 
     def __str__(self) -> str:
         failing = "-failing" if self.fails_at else ""
@@ -189,7 +193,14 @@ class Setting:
 
     def engine(self) -> Engine:
         with self.models():
-            return Engine(model="fake", async_scheduling=self.is_async)
+            engine = Engine(model="fake", async_scheduling=self.is_async)
+        if self.guilty is not None:
+            engine.inspect().runner.disturb = self._disturb
+        return engine
+
+    def _disturb(self, phase: str, plan: StepPlan, requests: list[Request]) -> None:
+        if phase == "result" and any(request.request_id == self.guilty for request in requests):
+            raise RuntimeError(f"every step fails with {self.guilty}")
 
 
 class Arrival(NamedTuple):
@@ -230,6 +241,7 @@ class Life:
         self._step = 0
         self._batches = []
         self.num_raised = 0
+        self._num_left = 0  # bombs, when suspects began to run alone
 
     def run(self) -> None:
         """To be called again where a real interrupt ended it: whatever line that came at, it goes on."""
@@ -253,7 +265,7 @@ class Life:
 
     def _try(self, call) -> bool:
         try:
-            with self._tracer or nullcontext():
+            with self._armed():
                 call()
         except (*INJECTED, RuntimeError) as error:
             if not isinstance(error, INJECTED) and "fails" not in str(error):
@@ -262,6 +274,18 @@ class Life:
             self.engine.check_invariants()
             return False
         return True
+
+    def _armed(self):
+        """What watches or disturbs the next call. While suspects run alone, no more than one bomb goes off, and none
+        where a launch may fail by itself: they might rightly be taken for guilty."""
+        if isinstance(self._tracer, Bombs):
+            runner = self.engine.inspect().runner
+            may_fail = any(launch >= runner.num_launches for launch in runner.fails_at)
+            if not self.engine._failures.groups:
+                self._num_left = len(self._tracer.left)
+            elif may_fail or len(self._tracer.left) < self._num_left:
+                return nullcontext()
+        return self._tracer or nullcontext()
 
     def _insist(self, call) -> None:
         assert any(self._try(call) for _ in range(20)), "it never comes to pass"
@@ -278,9 +302,14 @@ class Life:
             earlier.append(output)
         return outputs
 
-    def check(self) -> None:
-        """Every request has its answer, each part of it once, and nothing is left in memory."""
+    def check(self, guilty: str | None = None) -> None:
+        """Every request has its answer, each part of it once, or is the guilty one; nothing is left in memory."""
+        assert self.engine.inspect().runner.wrong_reads == []
         by_request = self._outputs()
+        errors = {request_id: outputs[-1].error for request_id, outputs in by_request.items() if outputs[-1].error}
+        assert list(errors) == ([] if guilty is None else [guilty]), f"ended with an error: {errors}"
+        for error in errors.values():  # one of its two failures alone may have been a bomb
+            assert isinstance(error.__cause__, INJECTED) or str(error.__cause__) == f"every step fails with {guilty}"
         assert set(by_request) == {one.request_id for one in ARRIVALS}
         for one in ARRIVALS:
             outputs = by_request[one.request_id]
@@ -310,8 +339,8 @@ class Life:
             logprobs = [*itertools.chain(*(part.logprobs or () for part in parts))]
         else:
             token_ids, text, logprobs = parts[-1].token_ids, parts[-1].text, parts[-1].logprobs
-        if parts[-1].finish_reason == "abort":
-            assert one.request_id in ABORTED
+        if parts[-1].finish_reason in ("abort", "error"):  # whose errors are in order
+            assert parts[-1].finish_reason == "error" or one.request_id in ABORTED
             assert token_ids == expected.token_ids[: len(token_ids)]
             assert expected.text.startswith(text)
             return
@@ -331,7 +360,7 @@ def _num_tokens(by_request) -> int:
 
 FAILING = ((2, "launch"), (6, "result"), (10, "update"))
 SETTINGS = [
-    Setting(is_async, tight, policy, fails_at)
+    Setting(is_async, tight, policy, fails_at, "again" if fails_at else None)
     for is_async in (False, True)
     for tight, policy, fails_at in (
         (False, "fcfs", ()),
@@ -349,7 +378,7 @@ def lines_of(setting: Setting) -> LineCounter:
     counter = LineCounter()
     life = Life(setting.engine(), counter)
     life.run()
-    life.check()
+    life.check(setting.guilty)
     return counter
 
 
@@ -359,7 +388,7 @@ def problem_with(setting: Setting, bombs: list[Bomb]) -> tuple[str | None, list[
     life = Life(setting.engine(), tracer)
     try:
         life.run()
-        life.check()
+        life.check(setting.guilty)
     except Exception as problem:
         return f"{type(problem).__name__}: {problem}", tracer.left
     return None, tracer.left

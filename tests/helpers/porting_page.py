@@ -35,8 +35,8 @@ SURFACE = json.loads((ROOT / "tests" / "fixtures" / "vllm_surface.json").read_te
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 NO_POOLING = "lamella generates only: there is no pooling, embedding, ranking or classification"
-NO_WORKERS = "there are no worker processes: the model runs in the caller's"
-NO_ASYNC_CALLS = "call `generate` with all prompts, or drive `llm.engine` with `add_request` and `step`"
+NO_WORKERS = "workers take plans of steps and nothing else: call the LLM or its engine"
+NO_ASYNC_CALLS = "call `generate` with all prompts, or use an `AsyncEngine`"
 
 
 class Section(NamedTuple):
@@ -85,11 +85,11 @@ ENGINE_DIFFERENCES = {
 
 SECTIONS = [
     Section("exports", lamella.__all__, {"PromptType": "text or token ids", "EngineArgs": "is `EngineConfig`",
-        "LLMEngine": "is `Engine`"}, {
+        "LLMEngine": "is `Engine`", "AsyncEngineArgs": "is `EngineConfig`",
+        "AsyncLLMEngine": "is `AsyncEngine` ([embedding.md](embedding.md))"}, {
         **dict.fromkeys(["ModelRegistry"], "models are those that lamella knows"),
         **dict.fromkeys(["__version_tuple__"], "`__version__` is a string"),
-        **dict.fromkeys(["AsyncLLMEngine", "AsyncEngineArgs"], "drive an `Engine` from a thread of your own"),
-        **dict.fromkeys(["initialize_ray_cluster"], NO_WORKERS),
+        "initialize_ray_cluster": "Ray is found or started where distributed_executor_backend names it",
         **dict.fromkeys(["PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput",
             "ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput",
             "PoolingParams"], NO_POOLING),

@@ -16,6 +16,7 @@ from lamella.model_executor.layers.description import DecoderLayer, Model, Norm,
 from lamella.model_executor.layers.stack import Stack
 from lamella.model_executor.layers.textbook import run_layer
 from lamella.model_executor.layers.torch_operators import TorchOperators
+from lamella.model_executor.layers.worker_sum import ONE_WORKER
 from lamella.model_executor.models.config import ModelConfig, kv_sharing, layer_specs
 from lamella.model_executor.models.sharding import Worker
 from lamella.model_executor.runner import ModelRunner
@@ -189,8 +190,8 @@ class Workers:
             raise error
         return results
 
-    def reduce(self, y: torch.Tensor) -> torch.Tensor:
-        """In place of `textbook.reduce`."""
+    def sum(self, y: torch.Tensor) -> torch.Tensor:
+        """As `WorkerSum.sum`."""
         rank = getattr(self._own, "rank", None)
         if rank is None:
             return y
@@ -220,6 +221,7 @@ class WorkerOperators(TorchOperators):
         given: Sequence[Passed] | None = None,
     ) -> None:
         """workers and worker None: of the whole model. given: what every layer gets in place of what it would."""
+        super().__init__(ONE_WORKER if workers is None else workers)
         self.before: list[Passed] = []
         self.after: list[Passed] = []
         self._workers = workers
@@ -240,12 +242,12 @@ class WorkerOperators(TorchOperators):
         own = self._worker.piece(table.num_out * self._worker.num_workers)
         is_own = (token_ids >= own.start) & (token_ids < own.stop)
         x = super().embed(table, (token_ids - own.start).where(is_own, 0), scale)
-        return self._workers.reduce(x * is_own.unsqueeze(1))
+        return self._workers.sum(x * is_own.unsqueeze(1))
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         if self._workers is None or norm.name not in self._row_norms:
             return super().norm(x, norm)
-        mean_square = self._workers.reduce(x.square().mean(dim=-1, keepdim=True)) / self._workers.num_workers
+        mean_square = self._workers.sum(x.square().mean(dim=-1, keepdim=True)) / self._workers.num_workers
         return x * torch.rsqrt(mean_square + norm.eps) * norm.weight
 
     def run(

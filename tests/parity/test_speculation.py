@@ -72,6 +72,7 @@ def test_some_requests_of_smollm2():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])
 @pytest.mark.parametrize("model", ["demo:smollm2-135m", "demo:gemma-3-270m"])
 def test_a_hundred_requests(model, quantization):

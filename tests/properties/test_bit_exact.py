@@ -100,17 +100,25 @@ def test_preemption_does_not_change_a_bit(folder, alone):
         assert llm.engine.stats().num_preemptions > 0
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "qwen2 as a hybrid"])
-def other_family(request, tmp_path_factory):
-    """A folder with a model that has no head norms and two norms a layer; Qwen2's has biases on Q, K and V."""
-    path = tmp_path_factory.mktemp("family")
-    save_tiny_decoder(path, request.param, seed=5)
-    return str(path)
+OTHER_FAMILIES = ("llama", "mistral", "qwen2 as a hybrid")
+FORMS = ("none", "int8", "w8a8")
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "w8a8"])
-def test_bits_of_other_families(other_family, quantization):
-    """As above: by themselves, together in chunks, from the cache, and preempted."""
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        pytest.param(
+            family, form, marks=[] if OTHER_FAMILIES.index(family) == FORMS.index(form) else [pytest.mark.slow]
+        )
+        for each, family in enumerate(OTHER_FAMILIES)
+        for other, form in enumerate(FORMS)
+    ],
+)
+def test_bits_of_other_families(family, quantization, tmp_path):
+    """As above: by themselves, together in chunks, from the cache, and preempted. These models have no head norms and
+    two norms a layer; Qwen2's has biases on Q, K and V."""
+    save_tiny_decoder(tmp_path, family, seed=5)
+    other_family = str(tmp_path)
     prompts, settings = make_prompts(), {"quantization": quantization}
     with engine(
         other_family, max_num_seqs=1, enable_prefix_caching=False, max_num_batched_tokens=512, **settings

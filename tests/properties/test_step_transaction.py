@@ -27,12 +27,14 @@ def lines():
 
 def test_the_lives_come_to_what_can_happen():
     lives = {setting: Life(setting.engine()) for setting in SETTINGS}
-    for life in lives.values():
+    for setting, life in lives.items():
         life.run()
-        life.check()
+        life.check(setting.guilty)
     stats = {setting: life.engine.stats() for setting, life in lives.items()}
     for setting, life in lives.items():
-        assert life.num_raised == len(setting.fails_at)
+        assert life.num_raised == 0
+        # Those that fail by themselves, and at least four with the guilty request, which may be the same.
+        assert (stats[setting].num_failed_steps > 4) == bool(setting.fails_at)
         if setting.tight:
             assert stats[setting].num_preemptions
             assert stats[setting].kv_cache.num_evicted_spare_pages
@@ -51,11 +53,11 @@ def test_the_lives_come_to_what_can_happen():
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_an_exception_at_any_line_loses_nothing(setting, lines):
-    """Each line in one of the settings."""
+    """Every second line in one of the settings; the full matrix has each in all of them."""
     mine = []
     for line in lines[setting].counts:
         coming_to_it = [one for one in SETTINGS if line in lines[one].counts]
-        if coming_to_it[turn_of(line) % len(coming_to_it)] == setting:
+        if turn_of(line) // 8 % 2 == 0 and coming_to_it[turn_of(line) % len(coming_to_it)] == setting:
             mine.append(line)
     assert problems_with(setting, mine, lines[setting], num_together=8) == []
 

@@ -239,7 +239,9 @@ def test_the_kernels_as_they_are_pass(check: Callable[[Kernels], None]) -> None:
     check(Kernels(norm, heads, activation))
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i % 2)) for i, name in enumerate(FAULTS)]
+)
 def test_a_planted_fault_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a copy of the package under another name, with one thing changed."""
     fault = FAULTS[name]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -74,6 +74,8 @@ class Scheduler:
         self._scheduling_policy = scheduling_policy
         self._long_texts = LongTexts(short_text_tokens)
         self._max_loras = max_loras
+        self._most_tokens = max_num_batched_tokens  # of the next steps
+        self._only: Collection[str] | None = None  # ids of the requests that may run; None: all
         self._one_each = np.ones(max_num_seqs, dtype=np.int64)
         self.drafter = drafter
         self._drafts = DraftCounters.none(drafter.settings.num_draft_tokens if drafter is not None else 0)
@@ -84,6 +86,8 @@ class Scheduler:
     def _begin_empty(self) -> None:
         self.queue = WaitingQueue(self.manager, self._scheduling_policy)
         self.running: list[int] = []  # rows, oldest request first
+        self._aside: dict[Request, None] = {}  # requests that may not run now
+        self._considered: Request | None = None  # the last that was to be admitted
         self._running_array: np.ndarray | None = None  # `running` as int64; None once a row came or went
         self._scheduled = np.zeros(0, dtype=np.int64)
         self._num_new = np.zeros(0, dtype=np.int64)
@@ -101,7 +105,53 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self._long_texts.mark(request)
-        self.queue.add(request, self._num_steps)
+        if self._only is not None and request.request_id not in self._only:
+            self._aside[request] = None
+        else:
+            self.queue.add(request, self._num_steps)
+
+    def limit(self, most_tokens: int | None) -> None:
+        """From now on a step computes at most so many tokens; None: max_num_batched_tokens. Where it cannot take all
+        rows that decode, the youngest wait."""
+        limit = self.max_num_batched_tokens
+        self._most_tokens = limit if most_tokens is None else min(most_tokens, limit)
+
+    def run_only(self, request_ids: Collection[str] | None) -> None:
+        """From now on run these requests alone, and keep all others aside, preempted where they run; None: run all
+        again. No step may be planned. If this call is interrupted, `restart` must come next."""
+        if request_ids == self._only:
+            return
+        assert not self._planned, "steps are planned: update with their results, or roll them back"
+        self._only = request_ids
+        for row in self.running[::-1]:
+            if not self._may_run(self.rows.request(row)):
+                self.queue.expect_first(self._preempt(row))
+        for request in [request for request in self.queue if not self._may_run(request)]:
+            self.queue.discard(request)
+            self._aside[request] = None
+        back = [request for request in self._aside if self._may_run(request)]
+        for request in back:
+            del self._aside[request]
+        for request in sorted(back, key=lambda request: -request.admission_index):
+            if request.admission_index >= 0:
+                self.queue.add_first(request, self._num_steps)
+                self.queue.expect_first(request)
+        for request in sorted(back, key=lambda request: request.arrival_time):
+            if request.admission_index < 0:
+                self.queue.add(request, self._num_steps)
+
+    def _may_run(self, request: Request) -> bool:
+        return self._only is None or request.request_id in self._only
+
+    @property
+    def considered(self) -> Request | None:
+        """The request that was last to be admitted, which may have run or ended since."""
+        return self._considered
+
+    @property
+    def num_step_tokens(self) -> int:
+        """How many tokens the last planned step computes."""
+        return int(self._num_new.sum())
 
     @property
     def has_requests(self) -> bool:
@@ -111,6 +161,12 @@ class Scheduler:
     def scheduled_rows(self) -> np.ndarray:
         """Rows of the last planned step, int64 [num_requests], in the plan's order. Not to be written."""
         return self._scheduled
+
+    @property
+    def running_rows(self) -> np.ndarray | None:
+        """The rows that run, int64, oldest request first: the same array as long as none comes or goes. None: not
+        gathered since one did."""
+        return self._running_array
 
     def counters(self) -> SchedulerCounters:
         return SchedulerCounters(
@@ -144,6 +200,7 @@ class Scheduler:
             self._leave_row(request.row)
         else:
             self.queue.discard(request)
+            self._aside.pop(request, None)
             if self.drafter is not None:
                 self.drafter.forget(request)
 
@@ -164,13 +221,13 @@ class Scheduler:
         num_preemptions = self._num_preemptions
         if not self._begin_outgrown_anew(reached):
             return None
-        self._scheduled = decodes = self._grow_decodes(reached)
+        self._scheduled = decodes = self._grow_decodes(reached)[: self._most_tokens]
         if self._must_wait:
             return None  # rows keep the pages that they got for this plan; the next one uses them
         self._num_new = self._one_each[: len(decodes)]
         if self.queue or len(decodes) < len(self.running):
             num_new = dict.fromkeys(decodes.tolist(), 1)
-            budget = min(self.max_num_batched_tokens - len(num_new), self._admission.prefill_tokens())
+            budget = min(self._most_tokens - len(num_new), self._admission.prefill_tokens())
             budget = self._continue_prefills(num_new, budget, reached)
             if self._must_wait:
                 return None
@@ -423,7 +480,7 @@ class Scheduler:
             if most_tokens is not None:
                 room[row] = min(room[row], most_tokens - rows.num_tokens_at[row])
         num_tokens = int(self._num_new.sum())
-        drafts = drafter.drafts(rows, room, num_tokens, self.max_num_batched_tokens - num_tokens)
+        drafts = drafter.drafts(rows, room, num_tokens, self._most_tokens - num_tokens)
         granted = {}
         for row, token_ids in drafts.items():
             num_drafts = self._grow_for_drafts(row, len(token_ids))
@@ -502,6 +559,7 @@ class Scheduler:
     def _admit(self, num_new: dict[int, int], budget: int) -> None:
         while self.queue and budget and self.rows.has_free_row:
             request, match = self.queue.next(self._num_steps)
+            self._considered = request
             if not self._may_run_adapter(request):
                 return
             if request is self._starts_anew:

@@ -38,8 +38,8 @@ class StructuredOutputsConfig:
             raise ConfigError(f"backend={shown(self.backend)} is not known; choose one of {', '.join(BACKENDS)}")
         if self.backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
             raise ConfigError(
-                "backend='xgrammar' needs the package xgrammar, which is not installed: pip install "
-                "'lamella[xgrammar]', or choose 'guidance'"
+                "backend='xgrammar' needs the package xgrammar, which is not installed: "
+                "pip install xgrammar, or choose 'guidance'"
             )
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             self._set(name, truth_value(name, getattr(self, name), ConfigError))

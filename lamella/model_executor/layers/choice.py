@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from lamella.errors import ConfigError
 from lamella.model_executor.layers.contract import Operators
 from lamella.model_executor.layers.description import Experts, Model
+from lamella.model_executor.layers.worker_sum import ONE_WORKER, WorkerSum
 from lamella.model_executor.weights.model_source import ModelSource
 
 if TYPE_CHECKING:
@@ -15,10 +16,17 @@ if TYPE_CHECKING:
 QUANTIZATIONS = (None, "none", "int8", "w8a8", "gguf")
 
 
-def choose_operators(quantization: str | None, backend_name: str, source: ModelSource, model: Model) -> Operators:
-    """The operators that go with the attention backend `backend_name`, for the weights of `source`.
+def choose_operators(
+    quantization: str | None,
+    backend_name: str,
+    source: ModelSource,
+    model: Model,
+    workers: WorkerSum = ONE_WORKER,
+) -> Operators:
+    """The operators that go with the attention backend `backend_name`, for the weights of `source`. workers: who
+    computes each layer together.
 
-    Raises ConfigError for a quantization that they do not have.
+    Raises ConfigError for a quantization that they do not have, and for stored blocks that are not cut.
     """
     if backend_name != "native":
         if quantization not in (None, "none"):
@@ -29,15 +37,20 @@ def choose_operators(quantization: str | None, backend_name: str, source: ModelS
         if backend_name == "triton":
             from lamella.model_executor.layers.triton.operators import TritonOperators
 
-            return TritonOperators()
+            return TritonOperators(workers)
         from lamella.model_executor.layers.torch_operators import TorchOperators
 
-        return TorchOperators()
+        return TorchOperators(workers)
     from lamella.model_executor.layers.linear_kinds import Float32Linear, Int8Linear, LinearKind
     from lamella.model_executor.layers.native_operators import NativeOperators
 
     kind: LinearKind = Float32Linear(f"{model.head.name}.weight")
     if quantization is None and (blocks := mxfp4_blocks(source, model)) is not None:
+        if workers.num_workers > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={workers.num_workers}: the experts are stored in MXFP4, whose blocks are kept "
+                'here and are not cut; give quantization="none", which takes them as floats'
+            )
         from lamella.model_executor.layers.gguf_kind import GgufLinear
 
         return NativeOperators(GgufLinear(blocks))
@@ -58,7 +71,7 @@ def choose_operators(quantization: str | None, backend_name: str, source: ModelS
 
         checkpoint = GgufCheckpoint(source.paths[0], weight_map(model.config))
         kind = GgufLinear(GgufBlocks(checkpoint, model.parameters()))
-    return NativeOperators(kind)
+    return NativeOperators(kind, workers)
 
 
 def mxfp4_blocks(source: ModelSource, model: Model) -> GgufBlocks | None:

@@ -9,6 +9,7 @@ import torch
 
 from lamella.model_executor.layers.adapters import Adapter, LowRankUpdate, RowAdapters
 from lamella.model_executor.layers.description import DecoderLayer, Model, Norm, Projection
+from lamella.model_executor.layers.worker_sum import WorkerSum
 from lamella.model_executor.step_attention import StepAttention
 from lamella.model_executor.weights.forms import WeightForm
 
@@ -59,6 +60,11 @@ class Operators(Protocol):
     """x is [T, width]; everything returns tensors of the model's dtype unless said otherwise."""
 
     name: str
+
+    @property
+    def workers(self) -> WorkerSum:
+        """Who computes each layer together."""
+        ...
 
     @property
     def weight_form(self) -> WeightForm:

@@ -7,6 +7,7 @@ the textbook, operation by operation, where it is not the gated MLP with RMS nor
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -22,6 +23,7 @@ from lamella.model_executor.layers.linear_kinds import LinearKind
 from lamella.model_executor.layers.native_adapters import NativeAdapter, native_adapters
 from lamella.model_executor.layers.native_mlp import gate_of, native_experts, native_mlp
 from lamella.model_executor.layers.textbook import finish_layer
+from lamella.model_executor.layers.worker_sum import ONE_WORKER, WorkerSum
 from lamella.model_executor.models.config import GateConfig, MLPConfig, RotaryConfig
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
 from lamella.model_executor.weights.forms import WeightForm
@@ -38,7 +40,9 @@ from lamella.native.mlp import clamped_activation
 class NativeOperators:
     name = "native"
 
-    def __init__(self, kind: LinearKind) -> None:
+    def __init__(self, kind: LinearKind, workers: WorkerSum = ONE_WORKER) -> None:
+        """workers: with several, the biases of sums are the first one's (`Worker.adds_biases_in_products`)."""
+        self.workers = workers
         self._kind = kind
         # (name of the projection, first output, last output + 1) -> the layer of these outputs.
         self._linears: dict[tuple[str, int, int], LinearLayer] = {}
@@ -62,7 +66,7 @@ class NativeOperators:
             self._add(qkv_proj, 0, num_query)
             if num_query < qkv_proj.num_out:
                 self._add(qkv_proj, num_query, qkv_proj.num_out)
-            if _reason_against_one_tail(layer, next_norm) is None:
+            if self._reason_against_one_tail(layer, next_norm) is None:
                 self._tails[layer.index] = LayerTail(
                     self._add(attention.o_proj, 0, attention.o_proj.num_out),
                     native_mlp(layer.mlp, self._add),
@@ -96,7 +100,12 @@ class NativeOperators:
             return "V is normed"
         if config.query_scale is not None:
             return "queries are scaled by their positions"
-        return _reason_against_one_tail(layer, None)
+        return self._reason_against_one_tail(layer, None)
+
+    def _reason_against_one_tail(self, layer: DecoderLayer, next_norm: Norm | None) -> str | None:
+        if self.workers.num_workers > 1:
+            return "its outputs are summed over workers"
+        return _reason_against_one_tail(layer, next_norm)
 
     def adapter(self, updates: Mapping[str, LowRankUpdate], device: torch.device) -> Adapter:
         return NativeAdapter(updates, self._layers)
@@ -213,7 +222,13 @@ class NativeOperators:
                 steps[key] = backend.layer_step(place.params, its_inputs.rotary, step.taken(layer.index))
             of_layers.append(steps[key])
         decoder.run_layers(
-            [self._paged[layer.index] for layer in layers], of_layers, x, normed, adapters, layers[0].index
+            [self._paged[layer.index] for layer in layers],
+            of_layers,
+            x,
+            normed,
+            adapters,
+            layers[0].index,
+            None if step.clock is None else step.clock.native_attention,
         )
 
     def _bind(self, places: list[LayerPlace]) -> None:
@@ -251,11 +266,18 @@ class NativeOperators:
             if adapters is not None:
                 adapters.add_to(keys_values, projection.name, normed, slice(num_query, projection.num_out))
             self._norm_keys_values(layer, keys_values)
+            start = time.monotonic()
             backend.write_keys_values(place.params, place.cache, keys_values, transform, step.taken(layer.index))
+            if step.clock is not None:
+                step.clock.add_attention(start)
         if rows is not None:
             transform = transform.of_rows(rows)
         left, scale = step.left(layer.index), inputs.of_rows(rows).query_scale
-        return backend.attend_queries(place.params, place.cache, queries, transform, left, scale).flatten(1)
+        start = time.monotonic()
+        attended = backend.attend_queries(place.params, place.cache, queries, transform, left, scale)
+        if step.clock is not None:
+            step.clock.add_attention(start)
+        return attended.flatten(1)
 
     def _norm_keys_values(self, layer: DecoderLayer, keys_values: torch.Tensor) -> None:
         """The norms of K and V [T, columns] that the kernel which writes them does not know, in place."""

@@ -22,13 +22,17 @@ from lamella.model_executor.layers.description import (
     PerLayerGate,
     Projection,
 )
+from lamella.model_executor.layers.worker_sum import WorkerSum
 from lamella.model_executor.models.config import GateConfig, MLPConfig
 from lamella.model_executor.step_attention import StepAttention
 
 
 class Operations(Protocol):
     """x is [T, width]. The bias of a projection is added by the operation that reads its product: so it comes after the
-    sum over workers, and takes no pass of its own."""
+    sum over workers, and takes no pass of its own. workers: who computes each layer together."""
+
+    @property
+    def workers(self) -> WorkerSum: ...
 
     def multiply(self, projection: Projection, x: torch.Tensor, columns: slice) -> torch.Tensor:
         """x [T, num_in] by the weight: [T, len(columns)], of the outputs `columns`."""
@@ -137,7 +141,7 @@ def finish_layer(
         gate = project(operations, attention.gate_proj, normed, adapters)
         attended = operations.gate(attended, gate, attention.gate_proj.bias, attention.config.gate)
     o_proj = attention.o_proj
-    y = reduce(project(operations, o_proj, attended, adapters))
+    y = reduce(operations, project(operations, o_proj, attended, adapters))
     if layer.is_parallel:
         of_mlp, bias = run_mlp(operations, layer.mlp, normed, adapters)
         x, _ = operations.add(x, y, o_proj.bias, layer.post_attention_norm, None)
@@ -164,8 +168,8 @@ def run_mlp(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """normed [T, width] -> what the MLP makes of it, without the bias of its last projection, and that bias."""
     if isinstance(mlp, Experts):
-        return reduce(operations.experts(mlp, normed)), None
-    return reduce(run_dense(operations, mlp, normed, adapters)), mlp.down_proj.bias
+        return reduce(operations, operations.experts(mlp, normed)), None
+    return reduce(operations, run_dense(operations, mlp, normed, adapters)), mlp.down_proj.bias
 
 
 def run_dense(
@@ -182,7 +186,7 @@ def with_experts_beside(
 ) -> torch.Tensor:
     """x [T, width]: the residual stream that the MLP has read; of_mlp: what it gave, which has no bias."""
     routed = operations.norm(x, beside.router_norm)
-    given = reduce(operations.experts(beside.experts, operations.norm(x, beside.norm), routed))
+    given = reduce(operations, operations.experts(beside.experts, operations.norm(x, beside.norm), routed))
     return operations.norm(of_mlp, beside.mlp_post_norm) + operations.norm(given, beside.post_norm)
 
 
@@ -215,10 +219,10 @@ def project(
     return y
 
 
-def reduce(y: torch.Tensor) -> torch.Tensor:
+def reduce(operations: Operations, y: torch.Tensor) -> torch.Tensor:
     """The sum over all workers of what each has computed of a layer's output. With one worker it is what that one has
     computed."""
-    return y
+    return operations.workers.sum(y)
 
 
 def project_heads(

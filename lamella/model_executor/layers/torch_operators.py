@@ -21,6 +21,7 @@ from lamella.model_executor.layers.torch_functions import (
     linear,
     rms_norm,
 )
+from lamella.model_executor.layers.worker_sum import ONE_WORKER, WorkerSum
 from lamella.model_executor.models.config import GateConfig, MLPConfig
 from lamella.model_executor.step_attention import StepAttention
 from lamella.model_executor.weights.forms import RowMajor
@@ -29,6 +30,9 @@ from lamella.model_executor.weights.forms import RowMajor
 class TorchOperators:
     name = "torch"
     weight_form = RowMajor()
+
+    def __init__(self, workers: WorkerSum = ONE_WORKER) -> None:
+        self.workers = workers
 
     def prepare(self, model: Model) -> None:
         """Does nothing: weights are used as they are stored."""

@@ -57,12 +57,19 @@ class OfExpert:
     cut: Outputs | Inputs
 
 
-ShardRule = Whole | Outputs | Inputs | OfExpert
+@dataclass(frozen=True, slots=True)
+class OfVocabulary:
+    """A row for each token: divided as `cut` says, or, with `Worker.keeps_vocabulary`, everybody's."""
+
+    cut: Outputs
+
+
+ShardRule = Whole | Outputs | Inputs | OfExpert | OfVocabulary
 
 # Of a model's parameters, without layer, expert, ".weight" and ".bias".
 SHARDING: dict[str, ShardRule] = {
-    "embed_tokens": Outputs(Unit.ROW),
-    "lm_head": Outputs(Unit.ROW),
+    "embed_tokens": OfVocabulary(Outputs(Unit.ROW)),
+    "lm_head": OfVocabulary(Outputs(Unit.ROW)),
     "norm": Whole(),
     "self_attn.q_proj": Outputs(Unit.HEAD),
     "self_attn.k_proj": Outputs(Unit.KV_HEAD),
@@ -89,7 +96,7 @@ SHARDING: dict[str, ShardRule] = {
     **{f"mlp.{place}_norm": Whole() for place in ("experts", "router", "post_experts", "post_dense")},
     "layer_scalar": Whole(),
     # Small, and normed in the middle: each worker computes a layer's own input by itself.
-    "embed_tokens_per_layer": Outputs(Unit.ROW),
+    "embed_tokens_per_layer": OfVocabulary(Outputs(Unit.ROW)),
     "per_layer_model_projection": Whole(),
     "per_layer_projection_norm": Whole(),
     "per_layer_input_gate": Whole(),
@@ -107,12 +114,19 @@ ROW_NORM_SHARDING: dict[str, ShardRule] = {
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One of `num_workers`; rank counts from 0. cuts_experts: experts are divided as other MLPs are, each among all
-    workers; else each is one worker's. ConfigError for a rank that none has."""
+    """One of `num_workers`; rank counts from 0. ConfigError for a rank that none has.
+
+    cuts_experts: experts are divided as other MLPs are, each among all workers; else each is one worker's.
+    keeps_vocabulary: it has all of the embeddings and of the head, so that neither is a sum.
+    adds_biases_in_products: the kernels add biases inside of products, so that those of a sum are the first worker's,
+    and the others have zeros.
+    """
 
     rank: int
     num_workers: int
     cuts_experts: bool = False
+    keeps_vocabulary: bool = False
+    adds_biases_in_products: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.num_workers:
@@ -126,6 +140,10 @@ class Worker:
         size = count // self.num_workers
         return range(self.rank * size, (self.rank + 1) * size)
 
+    def tokens(self, count: int) -> range:
+        """Which of `count` tokens of a vocabulary are the worker's."""
+        return range(count) if self.keeps_vocabulary else self.piece(count)
+
     def kv_heads(self, count: int) -> range:
         """Which of `count` KV heads the worker's query heads read: one that others have too, where there are fewer than
         workers."""
@@ -136,8 +154,8 @@ class Worker:
 
 
 def shard_config(config: ModelConfig, worker: Worker) -> ModelConfig:
-    """The model that the worker has: its vocabulary are the tokens `worker.piece(config.vocab_size)`, and what it
-    computes of the outputs of attention and MLP are parts of sums.
+    """The model that the worker has: its vocabulary are `worker.tokens(config.vocab_size)`, and what it computes of the
+    outputs of attention and MLP are parts of sums.
 
     Raises ConfigError for sizes that the workers cannot divide evenly, see `check_divisible`.
     """
@@ -145,8 +163,8 @@ def shard_config(config: ModelConfig, worker: Worker) -> ModelConfig:
     own = config.per_layer_input
     return replace(
         config,
-        vocab_size=len(worker.piece(config.vocab_size)),
-        per_layer_input=None if own is None else replace(own, vocab_size=len(worker.piece(own.vocab_size))),
+        vocab_size=len(worker.tokens(config.vocab_size)),
+        per_layer_input=None if own is None else replace(own, vocab_size=len(worker.tokens(own.vocab_size))),
         layers=tuple(_layer(layer, worker) for layer in config.layers),
     )
 
@@ -155,13 +173,18 @@ def _layer(layer: LayerConfig, worker: Worker) -> LayerConfig:
     attention, mlp, beside = layer.attention, layer.mlp, layer.experts_beside
     return replace(
         layer,
-        attention=replace(
-            attention,
-            num_heads=len(worker.piece(attention.num_heads)),
-            num_kv_heads=len(worker.kv_heads(attention.num_kv_heads)),
-        ),
+        attention=shard_attention(attention, worker),
         mlp=_mlp(mlp, worker) if isinstance(mlp, MLPConfig) else _experts(mlp, worker),
         experts_beside=None if beside is None else _experts(beside, worker),
+    )
+
+
+def shard_attention(attention: AttentionConfig, worker: Worker) -> AttentionConfig:
+    """What the worker has of it; sizes are not checked."""
+    return replace(
+        attention,
+        num_heads=len(worker.piece(attention.num_heads)),
+        num_kv_heads=len(worker.kv_heads(attention.num_kv_heads)),
     )
 
 
@@ -190,14 +213,17 @@ class _Size(NamedTuple):
 def check_divisible(config: ModelConfig, worker: Worker) -> None:
     """Raise ConfigError, with the numbers of workers that would do, where a size of the model cannot be divided: there
     are no uneven shards, so that all workers take the same time and can exchange tensors of one shape."""
-    num_workers, sizes = worker.num_workers, list(_sizes(config, worker.cuts_experts))
+    num_workers, sizes = worker.num_workers, list(_sizes(config, worker))
     problem = next((each for each in sizes if not each.is_divided_by(num_workers)), None)
     if problem is None:
         return
     most = min(layer.attention.num_heads for layer in config.layers)
     numbers = [each for each in range(1, most + 1) if all(size.is_divided_by(each) for size in sizes)]
     works = f"num_workers={' or '.join(map(str, numbers))}"
-    if all(size.is_divided_by(num_workers) for size in _sizes(config, not worker.cuts_experts)):
+    if all(
+        size.is_divided_by(num_workers)
+        for size in _sizes(config, replace(worker, cuts_experts=not worker.cuts_experts))
+    ):
         works += f" would work, and so would cuts_experts={not worker.cuts_experts}"
     else:
         works += " would work"
@@ -205,13 +231,16 @@ def check_divisible(config: ModelConfig, worker: Worker) -> None:
     raise ConfigError(f"num_workers={num_workers}: {problem.field}={problem.size} is {reason}; {works}")
 
 
-def _sizes(config: ModelConfig, cuts_experts: bool) -> Iterator[_Size]:
+def _sizes(config: ModelConfig, worker: Worker) -> Iterator[_Size]:
+    cuts_experts = worker.cuts_experts
     for index, layer in enumerate(config.layers):
         place = f"layers[{index}]"
         yield from _attention_sizes(f"{place}.attention", layer.attention)
         yield from _mlp_sizes(f"{place}.mlp", layer.mlp, cuts_experts)
         if layer.experts_beside is not None:
             yield from _mlp_sizes(f"{place}.experts_beside", layer.experts_beside, cuts_experts)
+    if worker.keeps_vocabulary:
+        return
     yield _Size("vocab_size", config.vocab_size)
     if config.per_layer_input is not None:
         yield _Size("per_layer_input.vocab_size", config.per_layer_input.vocab_size)

@@ -17,6 +17,7 @@ from lamella.model_executor.models.registry import weight_map
 from lamella.model_executor.models.sharding import (
     Inputs,
     OfExpert,
+    OfVocabulary,
     Outputs,
     ShardRule,
     Unit,
@@ -113,7 +114,8 @@ def _part_shard(
     if isinstance(rule, Inputs) and part.name.endswith(".weight"):
         columns = _slice(prod(shape[1:]), rule.unit, attention, worker)
         return PartShard(part.name, first_row, every_row, columns)
-    is_anothers = isinstance(rule, Inputs) and rule.bias_before_sum and worker.rank > 0
+    is_in_sum = isinstance(rule, Inputs) and (rule.bias_before_sum or worker.adds_biases_in_products)
+    is_anothers = is_in_sum and worker.rank > 0
     return PartShard(part.name, first_row, every_row, is_zero=is_anothers)
 
 
@@ -131,6 +133,8 @@ def _slice(size: int, unit: Unit, attention: AttentionConfig | None, worker: Wor
 def _effective(rule: ShardRule, worker: Worker) -> Whole | Outputs | Inputs:
     if isinstance(rule, OfExpert):
         return rule.cut if worker.cuts_experts else Whole()
+    if isinstance(rule, OfVocabulary):
+        return Whole() if worker.keeps_vocabulary else rule.cut
     return rule
 
 

@@ -1,5 +1,6 @@
 // Linear layers of every kind by one description, and transformer layers as one call. For a single row, separate calls
 // from Python would take as long as the work: the weights that stream by push the interpreter out of the caches.
+#include <chrono>
 #include <omp.h>
 
 #include "experts.h"
@@ -139,21 +140,26 @@ struct AttentionScratch {
     }
 };
 
-// normed [num_rows][width] -> scratch.attended. Returns 0, or 1 where memory is lacking.
+// normed [num_rows][width] -> scratch.attended. Returns 0, or 1 where memory is lacking. seconds: null, or what the time
+// of what is no product is added to: rotary embedding, writing K and V, and attention.
 int64_t attend(const Attention& attention, const LayerStep& step, const Adapted& adapted, const float* normed,
-               int64_t num_rows, const AttentionScratch& scratch) {
+               int64_t num_rows, const AttentionScratch& scratch, double* seconds) {
     float* const qkv = scratch.qkv.get();
     float* const query = scratch.query.get();
     multiply(attention.qkv_proj, normed, num_rows, qkv);
     add_adapters(adapted.adapters, adapted.layer, &AdaptedLayer::qkv_proj, 0, num_rows, normed,
                  attention.qkv_proj.depth, qkv, attention.qkv_proj.num_columns);
+    const auto start = seconds ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
     const RopeInput rope = {qkv, attention.qkv_proj.num_columns, num_rows, attention.num_heads, attention.query_norm,
                             attention.key_norm, attention.eps, step.rotary_dim, step.cos, step.sin,
                             step.rotary_dim / 2, nullptr, step.slots};
     lamella_qk_norm_rope_write(attention.pages, &rope, query);
-    return lamella_attention(attention.pages, step.batch, query, scratch.attended.get(), attention.num_heads,
-                             attention.window_tokens, attention.chunk_tokens, attention.scale, attention.softcap,
-                             attention.sinks);
+    const int64_t failed =
+        lamella_attention(attention.pages, step.batch, query, scratch.attended.get(), attention.num_heads,
+                          attention.window_tokens, attention.chunk_tokens, attention.scale, attention.softcap,
+                          attention.sinks);
+    if (seconds) *seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return failed;
 }
 
 }  // namespace
@@ -173,14 +179,16 @@ LAMELLA_EXPORT void lamella_finish_layer(const LayerTail* tail, float* x, const 
 // Runs layers one after the other, all rows through each. x [num_rows][width] is the residual stream. normed
 // [num_rows][width] is its norm: before the call the first layer's input, after it the following_norm(x) of the last.
 // num_rows is 1 or more. adapters: null, or those of the rows; first_layer: which layer of the model is the first.
-// Returns 0, or 1 where memory is lacking.
+// attention_seconds: null, or what attention's time is added to. Returns 0, or 1 where memory is lacking.
 LAMELLA_EXPORT int64_t lamella_run_layers(const DecoderLayer* const* layers, const LayerStep* const* steps,
                                           int64_t num_layers, float* x, float* normed, int64_t num_rows,
-                                          const StepAdapters* adapters, int64_t first_layer) {
+                                          const StepAdapters* adapters, int64_t first_layer,
+                                          double* attention_seconds) {
     const AttentionScratch scratch(layers, num_layers, num_rows);
     for (int64_t index = 0; index < num_layers; index++) {
         const Adapted adapted = {adapters, first_layer + index};
-        if (attend(layers[index]->attention, *steps[index], adapted, normed, num_rows, scratch)) return 1;
+        if (attend(layers[index]->attention, *steps[index], adapted, normed, num_rows, scratch, attention_seconds))
+            return 1;
         finish_layer(layers[index]->tail, adapted, x, scratch.attended.get(), num_rows, normed);
     }
     return 0;

@@ -191,6 +191,6 @@ def test_a_dot_is_no_newline_and_classes_stay():
 
 def test_without_the_package_it_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs the package xgrammar, .* pip install 'lamella\[xgrammar\]'"):
+    with pytest.raises(ConfigError, match=r"needs the package xgrammar, .*: pip install xgrammar"):
         StructuredOutputsConfig(backend="xgrammar")
     assert StructuredOutputsConfig(backend="llguidance").backend == "llguidance"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from safetensors import safe_open
 
 from lamella.errors import ConfigError, InvariantError
-from lamella.model_executor.layers import textbook
 from lamella.model_executor.layers.description import Experts, Model
 from lamella.model_executor.layers.native_mlp import native_experts
 from lamella.model_executor.models.config import ModelConfig
@@ -115,25 +113,13 @@ def prompt_tokens(config: ModelConfig) -> torch.Tensor:
     return torch.randint(config.vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(7))
 
 
-@pytest.fixture
-def run_workers(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Workers]:
-    def begin(num_workers: int) -> Workers:
-        workers = Workers(num_workers)
-        monkeypatch.setattr(textbook, "reduce", workers.reduce)
-        return workers
-
-    return begin
-
-
 @pytest.mark.parametrize(("name", "cuts_experts"), CUTS, ids=str)
-def test_workers_together_compute_each_layer(
-    name: str, cuts_experts: bool, run_workers: Callable[[int], Workers]
-) -> None:
+def test_workers_together_compute_each_layer(name: str, cuts_experts: bool) -> None:
     config = case_config(name)
     model, tensors = whole_model(config)
     whole = compute(model, WorkerOperators(), prompt_tokens(config))
     for num_workers in NUM_WORKERS:
-        workers = run_workers(num_workers)
+        workers = Workers(num_workers)
         computed = computed_by(workers, config, tensors, whole, cuts_experts)
         assert workers.num_sums >= 1 + 2 * config.num_layers  # embeddings; attention and MLP of each layer
         for each in computed:
@@ -155,29 +141,27 @@ def furthest(name: str, cuts_experts: bool, workers: Workers) -> float:
     return max(largest_difference(own.x, uncut.x) for own, uncut in pairs)
 
 
-def test_a_wrong_kv_head_is_told(run_workers: Callable[[int], Workers], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kv_head_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas in the wrong order have the right shapes."""
 
     def in_turns(worker: Worker, count: int) -> range:
         return range(worker.rank % count, worker.rank % count + 1)
 
-    assert furthest("qwen2, biases", False, run_workers(4)) < 1e-5
+    assert furthest("qwen2, biases", False, Workers(4)) < 1e-5
     monkeypatch.setattr(Worker, "kv_heads", in_turns)
-    assert furthest("qwen2, biases", False, run_workers(4)) > 1e-2
+    assert furthest("qwen2, biases", False, Workers(4)) > 1e-2
 
 
-def test_a_bias_that_each_worker_adds_before_the_sum_is_told(
-    run_workers: Callable[[int], Workers], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bias_that_each_worker_adds_before_the_sum_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     rule = OfExpert(Inputs(Unit.ROW, bias_before_sum=False))
     use_rules(monkeypatch, {"mlp.experts.down_proj": rule})
-    assert furthest("gpt_oss", True, run_workers(2)) > 1e-2
-    assert furthest("gpt_oss", False, run_workers(2)) < 1e-5  # each expert's is one worker's
+    assert furthest("gpt_oss", True, Workers(2)) > 1e-2
+    assert furthest("gpt_oss", False, Workers(2)) < 1e-5  # each expert's is one worker's
 
 
 def test_a_sum_that_is_not_taken_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers(2)
-    monkeypatch.setattr(workers, "reduce", lambda y: y)
+    monkeypatch.setattr(workers, "sum", lambda y: y)
     assert furthest("mixtral", False, workers) > 1e-2
 
 

@@ -29,6 +29,7 @@ from lamella.model_executor.layers.triton.clamped import clamped_activation
 from lamella.model_executor.layers.triton.experts import run_experts
 from lamella.model_executor.layers.triton.heads import transform_heads
 from lamella.model_executor.layers.triton.norm import add_norm, layer_norm, rms_norm
+from lamella.model_executor.layers.worker_sum import ONE_WORKER, WorkerSum
 from lamella.model_executor.models.config import GateConfig, MLPConfig
 from lamella.model_executor.step_attention import LayerPlace, StepAttention
 from lamella.model_executor.weights.forms import RowMajor
@@ -40,6 +41,9 @@ class TritonOperators:
 
     name = "triton"
     weight_form = RowMajor()
+
+    def __init__(self, workers: WorkerSum = ONE_WORKER) -> None:
+        self.workers = workers
 
     def prepare(self, model: Model) -> None:
         """Does nothing: weights are used as they are stored."""
