@@ -43,7 +43,7 @@ def measure_steps(
         ]
         num_warm = min(2, num_requests)
         llm.generate(prompts[:num_warm], params[:num_warm], use_tqdm=False)
-        runner = llm.engine._require_open().runner
+        runner = llm.engine.inspect().runner
         steps: list[MeasuredStep] = []
         launch = runner.launch
 
