@@ -113,6 +113,13 @@ ENGINE_GROUPS = {
         "check_invariants",
     ],
     "A view inside": ["disable_log_stats", "profile"],
+    "Several processes": [
+        "tensor_parallel_size",
+        "data_parallel_size",
+        "distributed_executor_backend",
+        "distributed_timeout_seconds",
+        "ray_actor_options",
+    ],
 }
 engine_options = FieldOptions(EngineConfig, groups=ENGINE_GROUPS, shown_defaults={"scheduling_policy": "prefix"})
 sampling_options = FieldOptions(

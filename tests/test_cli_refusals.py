@@ -271,6 +271,7 @@ def test_help_of_generate_is_in_groups():
         "How sliding and full layers share memory",
         "Speed and checks",
         "A view inside",
+        "Several processes",
         "Other options",
     ]
     sections = dict(zip(headings(text), re.split(r"^\S.*:$", text, flags=re.M)[1:], strict=True))
