@@ -121,7 +121,9 @@ def test_the_triton_backend_takes_triton_operators_and_they_nothing_else(tmp_pat
     with pytest.raises(ConfigError, match=r"quantization='int8' needs the native CPU path.*runs on 'triton' here"):
         choose_operators("int8", "triton", unused, unused)
     save_tiny_gemma(tmp_path, **TWO_LAYERS)
-    arguments: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "kv_cache_memory_bytes": 2**20}
+    arguments: dict[str, Any] = {
+        "device": "cpu", "max_model_len": 64, "kv_cache_memory_bytes": 2**20, "check_invariants": True
+    }  # fmt: skip
     with LLM(str(tmp_path), attention_backend="torch", **arguments) as llm:
         llm.engine.inspect().runner.model.operators = TritonOperators()
         with pytest.raises(InvariantError, match=r"the pages of backend 'torch'.*those that do go with 'triton'"):
