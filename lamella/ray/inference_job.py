@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.parquet
 
 from lamella.argument_checks import WholeRange, shown
 from lamella.distributed.ray_cluster import connect
@@ -22,6 +23,7 @@ from lamella.ray.row_tables import data_rows
 _MOST_LOSSES = 3  # of actors by one batch
 _BATCHES_AHEAD = 2  # that lie ready for an actor, beside those that it runs
 _BATCHES_TOGETHER = 2  # of which the second fills the engine while the first comes to its end
+_MOST_READS = 64  # tasks that read a checkpoint
 _OPTIONS = ("num_cpus", "num_gpus", "memory", "resources")
 _COUNT, _ROWS = WholeRange(1, 2**14), WholeRange(1, 2**20)
 
@@ -71,11 +73,15 @@ def batch_inference(
     ray = connect()
     rows, answered = _dataset_of(dataset), None
     if checkpoint is not None and (done := checkpoint.done()):
-        answered = ray.data.read_parquet([str(path) for path in checkpoint.parts()]).drop_columns([KEY_COLUMN])
+        parts = [{"path": str(path)} for path in checkpoint.parts()]
+        answered = ray.data.from_items(parts, override_num_blocks=min(len(parts), _MOST_READS)).map_batches(
+            _parts, batch_size=1, batch_format="pyarrow"
+        )
         rows = rows.map_batches(
             _left, batch_format="pyarrow", batch_size=None, fn_kwargs={"done": ray.put(frozenset(done))}
         )
-    made = rows.map_batches(
+    # Blocks are what actors are given, and what is lost with one: a whole file may be one.
+    made = rows.repartition(target_num_rows_per_block=batch_size, strict=True).map_batches(
         LamellaBatches,
         batch_size=batch_size,
         batch_format="pyarrow",
@@ -112,6 +118,12 @@ def _dataset_of(given: Any) -> Any:
     if all(str(path).removesuffix(".gz").endswith(".jsonl") for path in paths):
         return read_jsonl(paths)
     raise ConfigError(f"dataset={shown(given)}: give .jsonl files, or .parquet files, or a Dataset of Ray")
+
+
+def _parts(paths: pyarrow.Table) -> Iterator[pyarrow.Table]:
+    """Each file with its own types, which Ray brings together: a column that is null in one may be text in others."""
+    for path in paths.column("path").to_pylist():
+        yield pyarrow.parquet.read_table(path).drop_columns([KEY_COLUMN])
 
 
 def _left(table: pyarrow.Table, done: Any) -> pyarrow.Table:

@@ -244,3 +244,39 @@ def test_a_checkpoint_is_of_one_job_and_has_each_row_once(tmp_path: Path) -> Non
     assert sorted(value for table in tables for value in table.column("value").to_pylist()) == [0, 1, 2, 3, 4]
     for table in tables:
         assert [keys[value] for value in table.column("value").to_pylist()] == table.column(KEY_COLUMN).to_pylist()
+
+
+@pytest.mark.slow
+def test_the_class_in_map_batches_and_parquet_files(tiny: str, tmp_path: Path) -> None:
+    """In Ray's usual format of batches, numpy; and a job over files of columns, with nulls, which is resumed."""
+    ray = connect()
+    rows = [
+        {
+            "custom_id": f"row {index}",
+            "messages": [{"role": "user", "content": WORDS[index]}],
+            "max_tokens": None if index % 2 else 3,
+            "own": index,
+        }
+        for index in range(14)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    files = BatchFiles(tmp_path / "in.parquet", tmp_path / "out.jsonl")
+    run_batch(files, lambda: LLM(tiny, **ARGUMENTS), defaults=DEFAULTS, model_name="tiny", shows_progress=False)
+    lines = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    expected = {row["custom_id"]: (row["own"], row["outputs"][0]["text"]) for row in lines}
+    assert len(expected) == 14
+
+    def found(dataset: Any) -> dict[str, tuple[int, str]]:
+        answers = dataset.take_all()
+        assert len(answers) == 14
+        return {row["custom_id"]: (row["own"], row["outputs"][0]["text"]) for row in answers}
+
+    given = {"model": tiny, "sampling_params": DEFAULTS, **ARGUMENTS}
+    dataset = ray.data.from_items(rows, override_num_blocks=2)
+    assert found(
+        dataset.map_batches(LamellaBatches, concurrency=2, batch_size=4, num_cpus=0.5, fn_constructor_kwargs=given)
+    ) == expected  # fmt: skip
+    arguments = {"ray_actor_options": {"num_cpus": 0.5}, "batch_size": 4, "checkpoint_path": tmp_path / "kept"}
+    for _ in range(2):
+        assert found(batch_inference(tmp_path / "in.parquet", **given, **arguments)) == expected
+        BatchCheckpoint(tmp_path / "kept").parts()[0].unlink()
