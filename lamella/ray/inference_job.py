@@ -52,9 +52,10 @@ def batch_inference(
     An actor that is lost is started again, and its batches run again; a batch by which three are lost after the first
     ends the job. Raises ConfigError, and RequestError for sampling_params, before anything is started.
     """
-    low, high = num_actors if isinstance(num_actors, (tuple, list)) and len(num_actors) == 2 else (num_actors,) * 2
-    _COUNT.check("num_actors", low, ConfigError)
-    _COUNT.check("num_actors", high, ConfigError)
+    is_pair = isinstance(num_actors, (tuple, list)) and len(num_actors) == 2
+    given: Any = num_actors
+    ends: Sequence[Any] = given if is_pair else (given, given)
+    low, high = (_COUNT.check("num_actors", one, ConfigError) for one in ends)
     if low > high:
         raise ConfigError(f"num_actors={num_actors}: the fewest are more than the most; give (fewest, most)")
     _ROWS.check("batch_size", batch_size, ConfigError)
