@@ -55,7 +55,7 @@ TEST = [
     *XFORMERS,
     *PARQUET,
     *XGRAMMAR,
-    *RAY,
+    "ray[data]>=2.40",
     *SERVE,
     "httpx",
     "hypothesis",

@@ -35,7 +35,7 @@ from lamella.engine.saved_prefixes import (
     PrefixFile,
     PrefixForm,
     enter_prefix,
-    load_prefix,
+    open_prefix,
     prefix_form,
     prefix_ties,
     save_prefix,
@@ -66,7 +66,7 @@ from lamella.kv_cache.counters import GroupUsage, KVCacheCounters
 from lamella.kv_cache.pinned_prefixes import PinnedPrefix
 from lamella.kv_cache.report import kv_cache_report
 from lamella.model_executor.adapters.adapter_reader import ReadAdapter
-from lamella.model_executor.prefix_file import PrefixTies, SavedPrefix
+from lamella.model_executor.prefix_file import OpenPrefix, PrefixTies
 from lamella.model_executor.runner import LaunchedStep
 from lamella.model_executor.text.tokenizer import Tokenizer
 from lamella.native.fork_guard import FORK_GUARD
@@ -672,9 +672,9 @@ class Engine:
         another model, adapter, weight form, arithmetic, KV dtype or layers; RequestError where its window does not fill
         pages of this size; CapacityError where no memory is free."""
         digest = "" if lora_request is None else self.load_adapter(lora_request).digest
-        prefix, told = load_prefix(self._prefix_form(digest), path)
-        self._enter_prefix(prefix, digest)
-        return told
+        with open_prefix(self._prefix_form(digest), path) as prefix:
+            self._enter_prefix(prefix, digest)
+            return PrefixFile(prefix.token_ids.tolist(), prefix.salt, prefix.kv_bytes, prefix.file_bytes)
 
     @in_turn
     def _prefix_form(self, adapter_digest: str) -> PrefixForm:
@@ -682,7 +682,7 @@ class Engine:
         return prefix_form(loaded, dataclasses.replace(self._prefix_ties(loaded), adapter=adapter_digest))
 
     @in_turn
-    def _enter_prefix(self, prefix: SavedPrefix, adapter_digest: str) -> None:
+    def _enter_prefix(self, prefix: OpenPrefix, adapter_digest: str) -> None:
         loaded = self._require_settled()
         self._change_cache(lambda: enter_prefix(loaded, prefix, adapter_digest))
 

@@ -1,15 +1,16 @@
 """A request's own functions of its logits: what may be given, and how they are called.
 
-One takes (output_token_ids, logits) or (prompt_token_ids, output_token_ids, logits): tuples of ints, and float32
-[vocab], which it may write to. It returns the logits to sample from. A class, or functools.partial of one, stands for
-objects with state: each sample gets one of its own, which lives as long as the sample.
+One takes (output_token_ids, logits) or (prompt_token_ids, output_token_ids, logits): sequences of ints that it can only
+read, and may keep, and float32 [vocab], which it may write to. It returns the logits to sample from. A class, or
+functools.partial of one, stands for objects with state: each sample gets one of its own, which lives as long as the
+sample.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -76,7 +77,7 @@ def _raise(error: Exception, *_: Any) -> torch.Tensor:
 
 
 def _without_prompt(
-    processor: LogitsProcessor, prompt_ids: tuple[int, ...], output_ids: tuple[int, ...], logits: torch.Tensor
+    processor: LogitsProcessor, prompt_ids: Sequence[int], output_ids: Sequence[int], logits: torch.Tensor
 ) -> torch.Tensor:
     return processor(output_ids, logits)
 

@@ -116,10 +116,10 @@ class SamplingParams:
     suppress_tokens: token ids that are never generated.
     begin_suppress_tokens: token ids that are not generated as the first of the output.
     logits_processors: functions of (output_token_ids, logits) or (prompt_token_ids, output_token_ids, logits): two
-        tuples, and float32 [vocab], which they may overwrite. Each returns the logits for the next. A class (or
-        functools.partial of one) is made for each sample, and so may have state, which stays when a sample is
-        preempted; after a step that failed, and before tokens that are only guessed, it may be called for one position
-        again. One that raises, or returns anything else, ends its request with finish_reason "error".
+        sequences that are like tuples, and float32 [vocab], which they may overwrite. Each returns the logits for the
+        next. A class (or functools.partial of one) is made for each sample, and so may have state, which stays when a
+        sample is preempted; after a step that failed, and before tokens that are only guessed, it may be called for one
+        position again. One that raises, or returns anything else, ends its request with finish_reason "error".
         These parameters change logits in this order: what may not come (allowed_token_ids, bad_words, min_tokens and
         the others) gets -inf; logit_bias is added; logits_processors, which cannot bring back what may not come;
         penalties. They hold for greedy requests too.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from lamella.argument_checks import path_text
@@ -21,6 +21,7 @@ from lamella.kv_cache.prefix_transfers import PrefixPages
 from lamella.kv_cache.spec import KVCacheSpec
 from lamella.model_executor.prefix_file import (
     DTYPE_NAMES,
+    OpenPrefix,
     PrefixTies,
     SavedPrefix,
     read_prefix_file,
@@ -75,7 +76,8 @@ def save_prefix(loaded: LoadedEngine, ties: PrefixTies, path: object, prefix: Pa
     loaded.runner.move_pages(loaded.manager.take_moves())
     layers = read_prefix(loaded.runner, groups, len(token_ids))
     file_bytes = write_prefix_file(file, ties, SavedPrefix(token_ids, prefix.cache_salt, layers))
-    return _told(token_ids, prefix.cache_salt, layers.values(), file_bytes)
+    kv_bytes = sum(part.keys.nbytes + part.values.nbytes for part in layers.values())
+    return PrefixFile(token_ids.tolist(), prefix.cache_salt, kv_bytes, file_bytes)
 
 
 class PrefixForm(NamedTuple):
@@ -92,38 +94,36 @@ def prefix_form(loaded: LoadedEngine, ties: PrefixTies) -> PrefixForm:
     return PrefixForm(ties, specs, loaded.pool.max_model_len - 1, loaded.model_config.vocab_size)
 
 
-def load_prefix(form: PrefixForm, path: object) -> tuple[SavedPrefix, PrefixFile]:
-    """Read and check a file; nothing enters the cache yet. Raises PrefixFileError."""
+def open_prefix(form: PrefixForm, path: object) -> OpenPrefix:
+    """Read and check a file, which the caller closes; nothing enters the cache yet. Raises PrefixFileError."""
     file = Path(path_text("path", path, RequestError))
     prefix = read_prefix_file(file, form.ties, form.specs, form.most_tokens)
     largest = int(prefix.token_ids.max())
     if prefix.token_ids.min() < 0 or largest >= form.vocab_size:
+        prefix.close()
         raise PrefixFileError(
             f"path={str(file)!r} holds token ids up to {largest}, and the vocabulary has {form.vocab_size}: save it "
             "anew"
         )
-    return prefix, _told(prefix.token_ids, prefix.salt, prefix.layers.values(), file.stat().st_size)
+    return prefix
 
 
-def enter_prefix(loaded: LoadedEngine, prefix: SavedPrefix, adapter_digest: str) -> bool:
-    """Put what was read into the cache; False where it has all of it already. Raises what `import_prefix` does."""
+def enter_prefix(loaded: LoadedEngine, prefix: OpenPrefix, adapter_digest: str) -> bool:
+    """Put what was checked into the cache; False where it has all of it already. Raises what `import_prefix` does, and
+    PrefixFileError where the file has changed since it was checked; nothing of it has entered then."""
     num_tokens = len(prefix.token_ids)
     first_tokens = []
     for group in loaded.layout.groups:
-        lengths = {len(prefix.layers[layer].keys) for layer in group.layers}
+        lengths = {prefix.lengths[layer] for layer in group.layers}
         if len(lengths) > 1:
             raise PrefixFileError(
                 f"the layers {list(group.layers)} keep KV of equally many tokens, and the file has {sorted(lengths)}: "
                 "save it anew"
             )
         first_tokens.append(num_tokens - lengths.pop())
+    read_all = partial(prefix.each, in_threads=loaded.runner.device.type == "cpu")
 
     def write(moves: Sequence[PageMoves], pages: Sequence[PrefixPages]) -> None:
-        write_prefix(loaded.runner, moves, pages, prefix.layers, num_tokens)
+        write_prefix(loaded.runner, moves, pages, num_tokens, read_all)
 
     return loaded.manager.import_prefix(prefix.token_ids, root_salt(prefix.salt, adapter_digest), first_tokens, write)
-
-
-def _told(token_ids: np.ndarray, salt: str | None, layers, file_bytes: int) -> PrefixFile:  # type: ignore[no-untyped-def]
-    kv_bytes = sum(part.keys.nbytes + part.values.nbytes for part in layers)
-    return PrefixFile(token_ids.tolist(), salt, kv_bytes, file_bytes)

@@ -60,9 +60,9 @@ def forget_frames(error: BaseException) -> None:
     """Let go of what the functions that an exception went through had in their variables, such as a failed step's
     tensors: the error may be kept for long. Where it came from can still be printed."""
     one: BaseException | None = error
-    seen: set[int] = set()
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
+    seen: list[BaseException] = []
+    while one is not None and not any(one is other for other in seen):
+        seen.append(one)
         traceback.clear_frames(one.__traceback__)
         one = one.__cause__
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import torch
 
 from lamella.errors import CapacityError, InvariantError
 from lamella.kv_cache.layout import KVLayout
+
+_MOST_READY_BYTES = 128 << 20
+_MADV_POPULATE_WRITE = 23  # of Linux; Python's mmap has no name for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +82,21 @@ def allocate_arena(
 ) -> torch.Tensor:
     """The arena with the step pages behind it: uint8 [num_slabs * slab_bytes + step_pages_bytes].
 
-    Only the null slab is written, with zeros, so the system commits the other memory when it is first used. Raises
+    Only the null slab is written, with zeros. On the host the system commits the first eighth at once (at most 128 MiB:
+    the first requests, or a prefix from a file, are not to wait for it), and other memory when it is first used. Raises
     CapacityError where the host does not grant so much."""
     num_bytes = num_slabs * layout.slab_bytes + step_pages_bytes
-    is_on_host = device.type == "cpu"
-    arena = host_memory(num_bytes) if is_on_host else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    if device.type == "cpu":
+        arena = host_memory(num_bytes, ready_bytes=min(num_bytes // 8, _MOST_READY_BYTES))
+    else:
+        arena = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     arena[: layout.slab_bytes].zero_()
     return arena
 
 
-def host_memory(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes], in the system's huge pages where it has some.
+def host_memory(num_bytes: int, *, ready_bytes: int = 0) -> torch.Tensor:
+    """uint8 [num_bytes], in the system's huge pages where it has some; the first `ready_bytes` of them are there before
+    they are used, where the system can do that (Linux 5.14 and later).
 
     Attention reads KV from all over the arena. A processor does not prefetch beyond the end of a page, and it caches
     the addresses of a limited number of pages. With pages of 2 MiB instead of 4 KiB decode attention takes about a
@@ -103,6 +111,9 @@ def host_memory(num_bytes: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # the kernel has no huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
+    if ready_bytes and sys.platform == "linux":
+        with contextlib.suppress(OSError):  # an older kernel, or no memory now: it comes when it is used
+            memory.madvise(_MADV_POPULATE_WRITE, 0, ready_bytes)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

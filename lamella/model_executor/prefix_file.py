@@ -2,8 +2,10 @@
 
 A safetensors file: `token_ids` (int32 [n]) and, for each layer that keeps KV, `layers.<i>.keys` and `layers.<i>.values`
 ([m, num_kv_heads, dim], of the last m tokens), in KV's own dtype. Its metadata say what it is tied to, and have two
-checksums: `data_sha256` of all tensors, by blocks of 8 MiB, and `sha256` of the header, in which its own 64 digits
-count as zeros. A file is compared with both before anything of it is used.
+checksums: `data_sha256` of all tensors, by pieces of at most 512 KiB, and `sha256` of the header, in which its own 64
+digits count as zeros. A file is compared with both before anything of it is used. Its KV is read twice, once to compare
+it and once to use it, through buffers of a piece's size: the first touch of as much fresh memory as the KV takes may
+cost more than that.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ import os
 import re
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,10 +31,12 @@ import torch
 from lamella.argument_checks import shown
 from lamella.errors import ModelLoadError, PrefixFileError
 from lamella.kv_cache.spec import KVCacheSpec
-from lamella.model_executor.prefix_kv import LayerTokens, word_of
+from lamella.model_executor.prefix_kv import LayerTokens, TakeTokens, word_of
 from lamella.model_executor.weights.regular_files import open_regular_file
 
-FORMAT, VERSION = "lamella.prefix", "2"
+Result = TypeVar("Result")
+
+FORMAT, VERSION = "lamella.prefix", "3"
 DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -42,7 +46,7 @@ DTYPE_NAMES = {
 }
 _MAX_HEADER_BYTES = 1 << 24
 _ALIGNMENT_BYTES = 64
-_BLOCK_BYTES = 8 << 20
+_PIECE_BYTES = 512 << 10
 _NO_DIGEST = b"0" * 64
 _OWN_DIGEST = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
@@ -66,11 +70,126 @@ class PrefixTies:
 
 @dataclass(frozen=True, slots=True)
 class SavedPrefix:
-    """token_ids: int32 [n]. layers: K and V of the last tokens, by layer."""
+    """What is to be written. token_ids: int32 [n]. layers: K and V of the last tokens, by layer."""
 
     token_ids: np.ndarray
     salt: str | None
     layers: Mapping[int, LayerTokens]
+
+
+class _Piece(NamedTuple):
+    """A run of rows of one tensor. begin, end: its bytes in the file, from the end of the header on."""
+
+    tensor: str
+    first_row: int
+    begin: int
+    end: int
+
+
+class OpenPrefix:
+    """A file that agrees with its checksums, and stays open until `close`: whatever its name stands for by now.
+
+    token_ids: int32 [n]. lengths: of how many last tokens it has K and V, by layer.
+    """
+
+    def __init__(
+        self,
+        refused: str,
+        file: BinaryIO,
+        data_start: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        words: Mapping[str, torch.dtype],
+    ) -> None:
+        self._refused, self._file, self._data_start = refused, file, data_start
+        self._shapes, self._words = shapes, words
+        self._pieces = _pieces({name: (shape, words[name].itemsize) for name, shape in shapes.items()})
+        self._digests: list[bytes] = []
+        self.token_ids = np.empty(shapes["token_ids"], np.int32)
+        self.salt: str | None = None
+        self.lengths = {int(name.split(".")[1]): shape[0] for name, shape in shapes.items() if name.endswith(".keys")}
+
+    @property
+    def file_bytes(self) -> int:
+        return self._data_start + self._pieces[-1].end
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._pieces[-1].end - self.token_ids.nbytes
+
+    def compare(self, data_sha256: object) -> None:
+        """Read everything once. Raises PrefixFileError where it has another checksum; called before anything else."""
+
+        def digest(piece: _Piece, raw: np.ndarray) -> bytes:
+            if piece.tensor == "token_ids" and len(raw) == piece.end - piece.begin:
+                self.token_ids[piece.first_row :][: len(raw) // 4] = raw.view(np.int32)
+            return hashlib.sha256(raw.data).digest()
+
+        self._digests = self._read_pieces(self._pieces, digest, _num_threads())
+        if hashlib.sha256(b"".join(self._digests)).hexdigest() != data_sha256:
+            raise PrefixFileError(
+                f"{self._refused} is damaged: its tensors have another checksum; save or copy it again"
+            )
+
+    def each(self, take: TakeTokens, *, in_threads: bool = True) -> None:
+        """Give `take` K and V of all layers by and by. in_threads: several threads call it at a time.
+
+        Raises PrefixFileError where something has changed since it was compared, or cannot be read any more; some may
+        have been given by then."""
+        wanted = dict(zip(self._pieces, self._digests, strict=True))
+        num_tokens = len(self.token_ids)
+
+        def give(piece: _Piece, raw: np.ndarray) -> None:
+            if hashlib.sha256(raw.data).digest() != wanted[piece]:
+                raise PrefixFileError(f"{self._refused} has changed while it was read; load it again")
+            _, layer, name = piece.tensor.split(".")
+            tokens = torch.from_numpy(raw).view(self._words[piece.tensor]).view(-1, *self._shapes[piece.tensor][1:])
+            take(int(layer), name, num_tokens - self.lengths[int(layer)] + piece.first_row, tokens)
+
+        kv = [piece for piece in self._pieces if piece.tensor != "token_ids"]
+        try:
+            self._read_pieces(kv, give, _num_threads() if in_threads else 1)
+        except OSError as error:
+            raise PrefixFileError(f"{self._refused} cannot be read any more ({error}); load it again") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> OpenPrefix:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_pieces(
+        self, pieces: Sequence[_Piece], use: Callable[[_Piece, np.ndarray], Result], num_threads: int
+    ) -> list[Result]:
+        """What `use` makes of each piece and its bytes, fewer if the file has become shorter. Each thread takes the
+        next piece when it is done with one, and has one buffer for all of them."""
+        indices = iter(range(len(pieces)))
+        results: dict[int, Result] = {}
+        most_bytes = max((piece.end - piece.begin for piece in pieces), default=0)
+
+        def read() -> None:
+            buffer = np.empty(most_bytes, dtype=np.uint8)
+            for index in indices:
+                piece, filled = pieces[index], 0
+                raw = buffer[: piece.end - piece.begin]
+                while filled < len(raw):
+                    count = os.preadv(self._file.fileno(), [raw[filled:].data], self._data_start + piece.begin + filled)
+                    if not count:
+                        break
+                    filled += count
+                results[index] = use(piece, raw[:filled])
+
+        if num_threads == 1:
+            read()
+        else:
+            with ThreadPoolExecutor(num_threads) as pool:
+                for done in [pool.submit(read) for _ in range(num_threads)]:
+                    done.result()
+        return [results[index] for index in range(len(pieces))]
 
 
 def write_prefix_file(path: Path, ties: PrefixTies, prefix: SavedPrefix) -> int:
@@ -92,7 +211,7 @@ def write_prefix_file(path: Path, ties: PrefixTies, prefix: SavedPrefix) -> int:
         "version": VERSION,
         **dataclasses.asdict(ties),
         "salt": json.dumps(prefix.salt),
-        "data_sha256": _digest_of(_blocks_of(arrays)),
+        "data_sha256": _digest_of(tensors),
         "sha256": _NO_DIGEST.decode(),
     }
     header = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
@@ -117,14 +236,18 @@ def write_prefix_file(path: Path, ties: PrefixTies, prefix: SavedPrefix) -> int:
     return 8 + len(header) + offset
 
 
-def read_prefix_file(path: Path, ties: PrefixTies, specs: Mapping[int, KVCacheSpec], most_tokens: int) -> SavedPrefix:
-    """The prefix in the file. specs: of each layer that keeps KV.
+def read_prefix_file(path: Path, ties: PrefixTies, specs: Mapping[int, KVCacheSpec], most_tokens: int) -> OpenPrefix:
+    """The prefix in the file, for the caller to close. specs: of each layer that keeps KV.
 
     Raises PrefixFileError, which says what differs, for a file that is damaged, cut, of another format or of other
     ties, and for a prefix of more than `most_tokens` tokens."""
     try:
-        with open_regular_file(path) as file:
+        file = open_regular_file(path)
+        try:
             return _read(path, file, ties, specs, most_tokens)
+        except BaseException:
+            file.close()
+            raise
     except (ModelLoadError, OSError, MemoryError) as error:
         raise PrefixFileError(
             f"path={shown(str(path))} cannot be read ({error}); give a file of save_prefix"
@@ -133,7 +256,7 @@ def read_prefix_file(path: Path, ties: PrefixTies, specs: Mapping[int, KVCacheSp
 
 def _read(
     path: Path, file: BinaryIO, ties: PrefixTies, specs: Mapping[int, KVCacheSpec], most_tokens: int
-) -> SavedPrefix:
+) -> OpenPrefix:
     refused = f"path={shown(str(path))}"
     file_bytes = os.fstat(file.fileno()).st_size
     header = _header(refused, file, file_bytes)
@@ -162,23 +285,17 @@ def _read(
             f"{refused} is {file_bytes} bytes long, and its header describes {8 + len(header) + num_bytes}: copy "
             "it again"
         )
-    data = np.empty(num_bytes, dtype=np.uint8)
-    if _digest_of(_filled_blocks(path, data, 8 + len(header))) != metadata.get("data_sha256"):
-        raise PrefixFileError(f"{refused} is damaged: its tensors have another checksum; save or copy it again")
-
-    def tensor(name: str, dtype: torch.dtype) -> torch.Tensor:
-        begin, end, shape = places[name]
-        return torch.from_numpy(data[begin:end]).view(dtype).view(shape)
-
-    layers = {
-        layer: LayerTokens(
-            tensor(f"layers.{layer}.keys", word_of(spec.itemsize_bytes)),
-            tensor(f"layers.{layer}.values", word_of(spec.itemsize_bytes)),
-        )
-        for layer, spec in specs.items()
-    }
-    salt = _salt(refused, metadata)
-    return SavedPrefix(tensor("token_ids", torch.int32).numpy(), salt, layers)
+    words = {name: word_of(specs[int(name.split(".")[1])].itemsize_bytes) for name in places if name != "token_ids"}
+    prefix = OpenPrefix(
+        refused,
+        file,
+        8 + len(header),
+        {name: shape for name, (_, _, shape) in places.items()},
+        {"token_ids": torch.int32, **words},
+    )
+    prefix.compare(metadata.get("data_sha256"))
+    prefix.salt = _salt(refused, metadata)
+    return prefix
 
 
 def _with_digest(header: bytes, digest: bytes) -> bytes:
@@ -261,44 +378,32 @@ def _shape(entry: Any) -> tuple[int, ...]:
     return tuple(shape) if whole and shape is not None else ()
 
 
-# A checksum of blocks, which several threads read and hash at a time.
+def _num_threads() -> int:
+    return min(4, os.cpu_count() or 1)
 
 
-def _blocks_of(arrays: Sequence[np.ndarray]) -> Iterator[Any]:
-    """What to hash of each block of the arrays, as if they lay one behind the other."""
-    digest, filled = hashlib.sha256(), 0
-    for array in arrays:
-        raw = array.reshape(-1).view(np.uint8)
-        start = 0
-        while start < len(raw):
-            part = raw[start : start + _BLOCK_BYTES - filled]
-            digest.update(part.data)
-            start, filled = start + len(part), filled + len(part)
-            if filled == _BLOCK_BYTES:
-                yield digest.digest
-                digest, filled = hashlib.sha256(), 0
-    if filled:
-        yield digest.digest
+def _pieces(tensors: Mapping[str, tuple[tuple[int, ...], int]]) -> list[_Piece]:
+    """The tensors, which lie one behind the other, in runs of whole rows. tensors: of each its shape and how many bytes
+    a value has."""
+    pieces, begin = [], 0
+    for name, (shape, itemsize) in tensors.items():
+        row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * itemsize
+        most_rows = max(1, _PIECE_BYTES // row_bytes)
+        for first in range(0, shape[0], most_rows):
+            end = begin + min(most_rows, shape[0] - first) * row_bytes
+            pieces.append(_Piece(name, first, begin, end))
+            begin = end
+    return pieces
 
 
-def _filled_blocks(path: Path, data: np.ndarray, file_offset: int) -> Iterator[Any]:
-    """Reads each block of the file into its place in `data`, and gives its digest."""
+def _digest_of(tensors: Mapping[str, tuple[str, tuple[int, ...], np.ndarray]]) -> str:
+    """sha256 of the pieces' sha256s."""
+    pieces = _pieces({name: (shape, array.itemsize) for name, (_, shape, array) in tensors.items()})
 
-    def read(start: int) -> bytes:
-        block = data[start : start + _BLOCK_BYTES].data
-        num_bytes = 0
-        with path.open("rb", buffering=0) as file:
-            file.seek(file_offset + start)
-            # If the file has become shorter, the checksum will not hold.
-            while num_bytes < len(block) and (count := file.readinto(block[num_bytes:])):
-                num_bytes += count
-        return hashlib.sha256(block).digest()
+    def digest(piece: _Piece) -> bytes:
+        array = tensors[piece.tensor][2]
+        start = piece.first_row * (array.nbytes // len(array))
+        return hashlib.sha256(array.reshape(-1).view(np.uint8)[start:][: piece.end - piece.begin].data).digest()
 
-    for start in range(0, len(data), _BLOCK_BYTES):
-        yield partial(read, start)
-
-
-def _digest_of(blocks: Iterator[Any]) -> str:
-    """sha256 of the blocks' sha256s."""
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        return hashlib.sha256(b"".join(pool.map(lambda block: block(), blocks))).hexdigest()
+    with ThreadPoolExecutor(_num_threads()) as pool:
+        return hashlib.sha256(b"".join(pool.map(digest, pieces))).hexdigest()

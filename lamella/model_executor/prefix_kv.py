@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lamella.attention.metadata import to_device
@@ -15,7 +14,10 @@ from lamella.kv_cache.page_transfers import PageMoves
 from lamella.kv_cache.prefix_transfers import PrefixPages
 from lamella.model_executor.runner import ModelRunner
 
-_RUN_PAGES = 64
+# Takes a layer, "keys" or "values", the place in the prefix of the first token, and words [n, num_kv_heads, dim], which
+# hold until it returns.
+TakeTokens = Callable[[int, str, int, torch.Tensor], None]
+
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -60,54 +62,70 @@ def write_prefix(
     runner: ModelRunner,
     moves: Sequence[PageMoves],
     groups: Sequence[PrefixPages],
-    layers: Mapping[int, LayerTokens],
     num_tokens: int,
+    read_all: Callable[[TakeTokens], None],
 ) -> None:
-    """Make the moves, then fill the pages of a prefix of `num_tokens` tokens with `layers`, each of which begins at its
-    group's first block or before. What the last block has beyond the prefix becomes zeros."""
+    """Make the moves, then fill the pages of a prefix of `num_tokens` tokens with what `read_all` gives: of each layer
+    all tokens from its group's first block on, and perhaps some before. What the last block has beyond the prefix
+    becomes zeros."""
     page_tokens = runner.layout.page_tokens
     runner.move_pages(moves)
-    # Of each group, (the pages of a layer's K or V, what they are to hold: [num_tokens, num_kv_heads, dim]).
-    parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in groups]
-    for layer, given in layers.items():
+
+    def write(layer: int, name: str, position: int, tokens: torch.Tensor) -> None:
+        cache, part = runner.places[layer].cache, groups[runner.places[layer].group]
+        missing = max(0, min(len(tokens), part.first_block * page_tokens - position))
+        words = _words(cache.keys if name == "keys" else cache.values)
+        _write_tokens(words, part, page_tokens, position + missing, tokens[missing:])
+
+    read_all(write)
+    rest = -num_tokens % page_tokens
+    for layer in layers_with_kv(runner.layout) if rest else ():
         place = runner.places[layer]
-        first_token = groups[place.group].first_block * page_tokens
-        for pages, tokens in ((place.cache.keys, given.keys), (place.cache.values, given.values)):
-            length = max(0, num_tokens - first_token)
-            parts[place.group].append((_words(pages), tokens[len(tokens) - length :]))
-    if runner.device.type == "cpu":
-        _write_on_host(groups, parts, page_tokens)
-        return
-    for group, tensors in zip(groups, parts, strict=True):
-        page_ids = to_device(group.pages, runner.device)
-        for words, tokens in tensors if len(page_ids) else ():
-            tokens = _whole_pages(tokens, page_tokens)
-            words[page_ids] = tokens.reshape(-1, *words.shape[1:]).to(runner.device)
+        if len(groups[place.group].pages):
+            for pages in (place.cache.keys, place.cache.values):
+                zeros = torch.zeros(rest, *_dims_of_token(pages, page_tokens), dtype=word_of(pages.element_size()))
+                _write_tokens(_words(pages), groups[place.group], page_tokens, num_tokens, zeros)
 
 
-def _write_on_host(
-    groups: Sequence[PrefixPages], parts: Sequence[list[tuple[torch.Tensor, torch.Tensor]]], page_tokens: int
+def _write_tokens(
+    words: torch.Tensor, part: PrefixPages, page_tokens: int, position: int, tokens: torch.Tensor
 ) -> None:
-    """Several threads write, each a run of pages in all layers at a time. Most of the work may be the system's, which
-    finds memory for an arena that nobody has used yet; and a thread that is kept waiting holds up no other, as it would
-    in torch's copies."""
-
-    def write(group: int, start: int) -> None:
-        page_ids = groups[group].pages[start : start + _RUN_PAGES]
-        for words, tokens in parts[group]:
-            run = tokens[start * page_tokens : (start + len(page_ids)) * page_tokens]
-            words.numpy()[page_ids] = _whole_pages(run, page_tokens).numpy().reshape(-1, *words.shape[1:])
-
-    runs = [(group, start) for group, each in enumerate(groups) for start in range(0, len(each.pages), _RUN_PAGES)]
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for done in [pool.submit(write, *run) for run in runs]:
-            done.result()
+    """Put the tokens (from `position` of the prefix on) into their pages."""
+    whole = range(-(-position // page_tokens), (position + len(tokens)) // page_tokens)
+    if not whole:
+        _write_slots(words, part, page_tokens, position, tokens)
+        return
+    before, behind = whole.start * page_tokens - position, whole.stop * page_tokens - position
+    _write_slots(words, part, page_tokens, position, tokens[:before])
+    page_ids = part.pages[whole.start - part.first_block : whole.stop - part.first_block]
+    _assign(words, (page_ids,), tokens[before:behind])
+    _write_slots(words, part, page_tokens, position + behind, tokens[behind:])
 
 
-def _whole_pages(tokens: torch.Tensor, page_tokens: int) -> torch.Tensor:
-    """The tokens, and zeros up to the end of their last page."""
-    missing = -len(tokens) % page_tokens
-    return torch.cat([tokens, tokens.new_zeros(missing, *tokens.shape[1:])]) if missing else tokens
+def _write_slots(words: torch.Tensor, part: PrefixPages, page_tokens: int, position: int, tokens: torch.Tensor) -> None:
+    """The same for parts of pages."""
+    if len(tokens):
+        blocks, slots = np.divmod(np.arange(position, position + len(tokens)), page_tokens)
+        within_page = np.unravel_index(slots, _token_dims(words, page_tokens))
+        _assign(words, (part.pages[blocks - part.first_block], *within_page), tokens)
+
+
+def _assign(words: torch.Tensor, places: tuple[np.ndarray, ...], tokens: torch.Tensor) -> None:
+    tokens = tokens.reshape(-1, *words.shape[len(places) :])
+    if words.device.type == "cpu":  # by NumPy: a thread that is kept waiting holds up no other, as in torch's copies
+        words.numpy()[places] = tokens.numpy()
+    else:
+        words[tuple(to_device(place, words.device) for place in places)] = tokens.to(words.device)
+
+
+def _token_dims(pages: torch.Tensor, page_tokens: int) -> tuple[int, ...]:
+    """The dimensions that a page's tokens are arranged in: of panels and within one, where there are panels."""
+    count = 2 if pages.shape[1] == page_tokens else 3
+    return tuple(pages.shape[1:count])
+
+
+def _dims_of_token(pages: torch.Tensor, page_tokens: int) -> tuple[int, ...]:
+    return tuple(pages.shape[1 + len(_token_dims(pages, page_tokens)) :])
 
 
 def _words(pages: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Entry = TypeVar("Entry")
 # Takes the tokens of the prompt, those of the output so far, and logits float32 [vocab] that it may write to; returns
 # the logits to sample from.
-LogitsFunction = Callable[[tuple[int, ...], tuple[int, ...], "torch.Tensor"], "torch.Tensor"]
+LogitsFunction = Callable[[Sequence[int], Sequence[int], "torch.Tensor"], "torch.Tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class RowProcessors:
     with. What one of them raises, or returns that is no row of logits, ends that request alone."""
 
     functions: tuple[LogitsFunction, ...]
-    prompt_token_ids: tuple[int, ...]
-    output_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

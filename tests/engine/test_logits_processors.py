@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 
 from lamella import LLM, Engine, RequestError, SamplingParams
 from lamella.engine.logits_processors import checked_processors, has_state, logits_functions
+from tests.helpers.oracle_drafts import let_an_oracle_draft
+from tests.helpers.preempting import preempt_often
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
 ARGUMENTS = {"max_model_len": 96, "kv_cache_memory_bytes": 2**22, "max_num_seqs": 8, "check_invariants": True}
@@ -152,6 +155,74 @@ def test_state_is_each_samples_own_and_survives_preemption(tiny, is_async: bool)
     down = list(range(149, 149 - NUM_TOKENS, -1))
     assert [sample.token_ids for sample in outputs["pair"].outputs] == [down, down]
     assert outputs["one"].outputs[0].token_ids == list(range(199, 199 - NUM_TOKENS, -1))
+
+
+class Watched:
+    """Forces a chain of tokens by the output and a number of its own, and keeps what it was given."""
+
+    def __init__(self, bases: list[int], kept: list[tuple]) -> None:
+        self.base, self.kept = bases.pop(0), kept
+
+    def __call__(self, prompt_ids, output_ids, logits):
+        self.kept.append((self.base, prompt_ids, output_ids, [*output_ids]))
+        return only(by_base(self.base, prompt_ids, output_ids), logits)
+
+
+def by_base(base, prompt, output):
+    last = [*prompt, *output][-1]
+    return (sum(output[-3:]) + 7 * len(output) + 2 * last + base) % 300
+
+
+@pytest.mark.parametrize("is_speculating", [False, True])
+def test_tokens_are_right_with_samples_preemption_and_drafts(tiny, is_speculating: bool) -> None:
+    """And those of a call stay what they are, whatever comes later."""
+    bases, kept = [3, 20, 101, 7], []
+    params = SamplingParams(
+        n=3, seed=1, max_tokens=20, ignore_eos=True, logits_processors=[functools.partial(Watched, bases, kept)]
+    )
+    speculation = {"method": "suffix", "num_speculative_tokens": 4} if is_speculating else None
+    expected = {}
+    for base, prompt in zip(bases, [PROMPTS[0]] * 3 + [PROMPTS[1]], strict=True):
+        output = expected[base] = []
+        while len(output) < 20:
+            output.append(by_base(base, prompt, output))
+    with Engine(model=tiny[0], dtype="float32", speculative_config=speculation, **ARGUMENTS) as engine:
+        if is_speculating:
+            of_sample = {0: 3, 1: 20, 2: 101}
+            let_an_oracle_draft(
+                engine,
+                lambda request: expected[7 if request.num_prompt_tokens == 3 else of_sample[request.sample_index]],
+                share_right=0.7,
+            )
+        preempt_often(engine)
+        engine.add_request("three", {"prompt_token_ids": PROMPTS[0]}, params)
+        engine.add_request("one", {"prompt_token_ids": PROMPTS[1]}, dataclasses.replace(params, n=1))
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs.update({output.request_id: output for output in engine.step()})
+        stats = engine.stats()
+    assert stats.num_preemptions > 3
+    assert [sample.token_ids for sample in outputs["three"].outputs] == [expected[base] for base in (3, 20, 101)]
+    assert outputs["one"].outputs[0].token_ids == expected[7]
+    for base, prompt_ids, output_ids, then in kept:
+        assert [*output_ids] == then
+        assert output_ids == tuple(then)
+        assert prompt_ids == tuple(PROMPTS[1 if base == 7 else 0])
+    if is_speculating:
+        assert 0 < stats.drafts.num_accepted < stats.drafts.num_proposed
+        assert any(then != expected[base][: len(then)] for base, _, _, then in kept), "behind drafts that were wrong"
+    else:
+        assert all(then == expected[base][: len(then)] for base, _, _, then in kept)
+
+
+def test_writing_to_the_tokens_ends_the_request_alone(llm) -> None:
+    def writes(output_ids, logits):
+        output_ids[0] = 5
+        return logits
+
+    (output,) = llm.generate(PROMPTS[:1], greedy(next_by_output, writes), use_tqdm=False)
+    assert output.outputs[0].finish_reason == "error"
+    assert "does not support item assignment" in output.outputs[0].stop_reason
 
 
 def fails_late(output_ids, logits):

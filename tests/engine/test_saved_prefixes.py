@@ -7,6 +7,7 @@ import re
 import pytest
 
 from lamella import LLM, CapacityError, PrefixFileError, RequestError, SamplingParams
+from lamella.engine import engine as engine_module
 from lamella.engine.prefix_boundaries import tokens_before
 from tests.helpers.tiny_gemma import save_tiny_gemma
 
@@ -93,6 +94,31 @@ def test_files_of_other_engines_are_refused_and_nothing_leaks(folder, tmp_path):
         with pytest.raises(RequestError, match="run a request with this prompt first"):
             llm.engine.save_prefix(tmp_path / "none", PREFIX)
         assert not (tmp_path / "none").exists()
+
+
+def test_nothing_enters_of_a_file_that_changes_while_it_is_loaded(folder, tmp_path, monkeypatch):
+    path = tmp_path / "prefix"
+    with LLM(str(folder), **ENGINE) as llm:
+        llm.save_prefix(path, PREFIX)
+        answered = answer(llm, [*PREFIX, *QUESTION])
+    raw = path.read_bytes()
+    find = engine_module.open_prefix
+
+    def change_after_the_check(form, given):
+        opened = find(form, given)
+        path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        return opened
+
+    with LLM(str(folder), **ENGINE) as llm:
+        monkeypatch.setattr(engine_module, "open_prefix", change_after_the_check)
+        with pytest.raises(PrefixFileError, match="has changed while it was read"):
+            llm.load_prefix(path)
+        llm.engine.check_invariants()
+        assert all(usage == (0, 0, 0) for usage in llm.engine.stats().pages.values())
+        monkeypatch.setattr(engine_module, "open_prefix", find)
+        path.write_bytes(raw)
+        llm.load_prefix(path)
+        assert answer(llm, [*PREFIX, *QUESTION]) == answered
 
 
 def test_pins_on_an_engine(folder, computed):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import platform
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,10 @@ def flags_of_mapping(address: int) -> list[str]:
     raise AssertionError(f"no mapping has the address {address:#x}")
 
 
+def can_commit() -> bool:
+    return sys.platform == "linux" and tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (5, 14)
+
+
 @pytest.mark.parametrize("has_huge_pages", [True, False])
 def test_arena_has_its_bytes_and_keeps_what_is_written(has_huge_pages, monkeypatch):
     if not has_huge_pages:
@@ -52,6 +59,24 @@ def test_arena_has_its_bytes_and_keeps_what_is_written(has_huge_pages, monkeypat
 def test_arena_asks_for_huge_pages():
     arena = allocate_arena(a_layout(), 3, CPU)
     assert "hg" in flags_of_mapping(arena.data_ptr())  # advised by MADV_HUGEPAGE: proc(5)
+
+
+@pytest.mark.skipif(not can_commit(), reason="a kernel that commits no memory ahead")
+@pytest.mark.parametrize("has_huge_pages", [True, False])
+def test_the_first_eighth_of_an_arena_is_there_before_it_is_used(has_huge_pages, monkeypatch):
+    if not has_huge_pages:
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    layout = a_layout()
+    arena = allocate_arena(layout, (64 << 20) // layout.slab_bytes, CPU)
+    page_bytes = 4 << 10
+    present = (ctypes.c_ubyte * (arena.nbytes // page_bytes))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(arena.data_ptr()), ctypes.c_size_t(arena.nbytes), present) == 0
+    is_there = [bool(one & 1) for one in present]
+    eighth = len(is_there) // 8
+    assert all(is_there[:eighth])
+    huge_page = (2 << 20) // page_bytes  # the last one may go on behind the eighth
+    assert not any(is_there[eighth + huge_page :])
 
 
 def test_too_large_an_arena_says_what_would_help():

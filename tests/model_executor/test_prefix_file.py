@@ -7,6 +7,7 @@ import json
 import os
 import random
 import struct
+import tracemalloc
 from contextlib import suppress
 
 import numpy as np
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from lamella.errors import PrefixFileError
 from lamella.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
 from lamella.model_executor import prefix_file
-from lamella.model_executor.prefix_file import PrefixTies, SavedPrefix, read_prefix_file, write_prefix_file
+from lamella.model_executor.prefix_file import OpenPrefix, PrefixTies, SavedPrefix, read_prefix_file, write_prefix_file
 from lamella.model_executor.prefix_kv import LayerTokens
 
 SHAPE = {"num_kv_heads": 2, "k_dim": 4, "v_dim": 3, "itemsize_bytes": 4}
@@ -37,8 +38,28 @@ def make_prefix(salt: str | None = "tenant é") -> SavedPrefix:
     return SavedPrefix(np.arange(5, 26, dtype=np.int32), salt, layers)
 
 
+def whole(opened: OpenPrefix) -> SavedPrefix:
+    """All that an open file gives, each token put where the file says that it belongs."""
+    num_tokens = len(opened.token_ids)
+    found = {
+        layer: LayerTokens(*(torch.zeros(num_tokens, 2, dim, dtype=torch.int32) for dim in (4, 3)))
+        for layer in opened.lengths
+    }
+
+    def take(layer: int, name: str, position: int, tokens: torch.Tensor) -> None:
+        getattr(found[layer], name)[position : position + len(tokens)] = tokens
+
+    opened.each(take)
+    layers = {
+        layer: LayerTokens(*(part[num_tokens - opened.lengths[layer] :] for part in (both.keys, both.values)))
+        for layer, both in found.items()
+    }
+    return SavedPrefix(opened.token_ids, opened.salt, layers)
+
+
 def read(path, **changes) -> SavedPrefix:
-    return read_prefix_file(path, dataclasses.replace(TIES, **changes), SPECS, 40)
+    with read_prefix_file(path, dataclasses.replace(TIES, **changes), SPECS, 40) as opened:
+        return whole(opened)
 
 
 def is_equal(one: SavedPrefix, other: SavedPrefix) -> bool:
@@ -61,9 +82,9 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("salt", [None, "tenant é", '"sha256":"' + "0" * 64 + '"'])
-@pytest.mark.parametrize("block_bytes", [100, 8 << 20])
-def test_what_is_written_is_read(tmp_path, salt, block_bytes, monkeypatch):
-    monkeypatch.setattr(prefix_file, "_BLOCK_BYTES", block_bytes)
+@pytest.mark.parametrize("piece_bytes", [1, 100, 512 << 10])
+def test_what_is_written_is_read(tmp_path, salt, piece_bytes, monkeypatch):
+    monkeypatch.setattr(prefix_file, "_PIECE_BYTES", piece_bytes)
     prefix = make_prefix(salt)
     num_bytes = write_prefix_file(tmp_path / "prefix", TIES, prefix)
     assert (tmp_path / "prefix").stat().st_size == num_bytes
@@ -82,6 +103,48 @@ def test_the_library_of_the_format_reads_it(path):
             assert torch.equal(file.get_tensor(f"layers.{layer}.values").view(torch.int32), tokens.values)
 
 
+def test_reading_takes_little_memory_of_its_own(tmp_path, monkeypatch):
+    """Four buffers at most, however long the file is."""
+    layers = {layer: LayerTokens(words(5000, 2, 4), words(5000, 2, 3)) for layer in SPECS}
+    write_prefix_file(tmp_path / "long", TIES, SavedPrefix(np.arange(5000, dtype=np.int32), None, layers))
+    tracemalloc.start()
+    try:
+        with read_prefix_file(tmp_path / "long", TIES, SPECS, 5000) as whole_file:
+            whole_file.each(lambda *_: None)
+        monkeypatch.setattr(prefix_file, "_PIECE_BYTES", 1 << 12)
+        write_prefix_file(tmp_path / "cut", TIES, SavedPrefix(np.arange(5000, dtype=np.int32), None, layers))
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        with read_prefix_file(tmp_path / "cut", TIES, SPECS, 5000) as cut_file:
+            cut_file.each(lambda *_: None)
+            assert cut_file.kv_bytes == 5000 * 2 * 2 * 7 * 4
+        assert tracemalloc.get_traced_memory()[1] - before < 400_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("change", ["byte", "cut"])
+def test_a_file_that_changes_after_it_was_checked_is_refused(path, change):
+    raw = path.read_bytes()
+    with read_prefix_file(path, TIES, SPECS, 40) as opened:
+        if change == "byte":
+            path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        else:
+            path.write_bytes(raw[:-1])
+        with pytest.raises(PrefixFileError, match="has changed while it was read; load it again"):
+            whole(opened)
+        path.write_bytes(raw)
+        assert is_equal(whole(opened), make_prefix())
+
+
+def test_a_file_that_is_replaced_after_it_was_checked_is_the_old_one(path):
+    with read_prefix_file(path, TIES, SPECS, 40) as opened:
+        other = dataclasses.replace(make_prefix(), token_ids=np.arange(50, 71, dtype=np.int32))
+        write_prefix_file(path, TIES, other)
+        assert is_equal(whole(opened), make_prefix())
+    assert is_equal(read(path), other)
+
+
 @pytest.mark.parametrize("name", ["model", "weights", "arithmetic", "kv_dtype", "layers"])
 def test_files_of_other_ties_are_refused(path, name):
     with pytest.raises(PrefixFileError, match=f"was saved with {name}=.*, and this engine has {name}='other'"):
@@ -91,7 +154,8 @@ def test_files_of_other_ties_are_refused(path, name):
 def test_prefixes_that_are_too_long_are_refused(path):
     with pytest.raises(PrefixFileError, match=r"a prefix of 21 tokens, and this engine takes 1 to 20"):
         read_prefix_file(path, TIES, SPECS, 20)
-    assert is_equal(read_prefix_file(path, TIES, SPECS, 21), make_prefix())
+    with read_prefix_file(path, TIES, SPECS, 21) as opened:
+        assert is_equal(whole(opened), make_prefix())
 
 
 def signed(path, change) -> None:
@@ -118,7 +182,7 @@ def signed(path, change) -> None:
         (lambda header: header["layers.0.values"].update(data_offsets=[0, 10**15]), "layers.0.values"),
         (lambda header: header["token_ids"].update(shape=[-1]), "of 0 tokens"),
         (lambda header: header["token_ids"].update(shape=[True]), "of 0 tokens"),
-        (lambda header: header["__metadata__"].update(version="0"), "version '0' of the format, and this is 2"),
+        (lambda header: header["__metadata__"].update(version="0"), "version '0' of the format, and this is 3"),
         (lambda header: header["__metadata__"].pop("format"), "without a prefix"),
         (lambda header: header["__metadata__"].update(salt="3"), "has the salt '3'"),
         (lambda header: header["__metadata__"].update(salt="{"), "has the salt"),

@@ -220,7 +220,7 @@ class RequestRows:
         for index, row in enumerate(rows.tolist()):
             rules = self._rules.get(row)
             if rules is not None:
-                rules.add_to(edits, index, self.tokens[row, : num_before[index]])
+                rules.add_to(edits, index, self.tokens[row, : num_before[index]], int(self.num_tokens[row]))
         return sampled.sampling(
             draw_index=draw_index,
             banned_token_ids=edits.banned_token_ids,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lamella.engine.scheduling.growing_tokens import GrowingTokens
 from lamella.engine.scheduling.request import Request
 from lamella.engine.scheduling.token_penalties import penalised_prompt_ids, token_penalties
 from lamella.model_executor.step_plan import RowProcessors, TokenBiases, TokenPenalties
@@ -36,6 +37,7 @@ class RowRules:
         prompt_ids = request.token_ids[: request.num_prompt_tokens]
         self._penalised_prompt = penalised_prompt_ids(params, prompt_ids) if params.has_penalties else None
         self._prompt = tuple(prompt_ids.tolist()) if request.logits_functions else ()
+        self._output = GrowingTokens()
         self.reads_tokens = bool(
             params.has_penalties
             or request.logits_functions
@@ -43,15 +45,16 @@ class RowRules:
             or (rules is not None and rules.reads_tokens)
         )
 
-    def add_to(self, edits: SampleEdits, index: int, token_ids: np.ndarray) -> None:
+    def add_to(self, edits: SampleEdits, index: int, token_ids: np.ndarray, num_known: int) -> None:
         """Enter the edits of sample `index`, before which these tokens (int32 [n]) come: prompt and output. Where
-        nothing reads tokens only their number counts."""
+        nothing reads tokens only their number counts. num_known: how many of them are known; those behind are drafts.
+        """
         request = self._request
         num_prompt, rules = self._num_prompt_tokens, request.rules
         if self._penalised_prompt is not None:
             edits.penalties[index] = token_penalties(request.params, self._penalised_prompt, token_ids[num_prompt:])
         if request.logits_functions:
-            output = tuple(token_ids[num_prompt:].tolist())
+            output = self._output.view(token_ids[num_prompt:], num_known - num_prompt)
             edits.processors[index] = RowProcessors(request.logits_functions, self._prompt, output)
         if request.grammar is not None:
             edits.masks[index] = request.grammar.mask(token_ids[num_prompt:])

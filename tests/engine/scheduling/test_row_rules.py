@@ -33,8 +33,8 @@ def test_each_rule_becomes_an_edit_of_its_sample():
     row = RowRules(ruled("a", [1, 2], rules, (keep,), presence_penalty=0.5))
     edits = SampleEdits({4: (0,)})
     tokens = np.array([1, 2, 1, 5], dtype=np.int32)
-    row.add_to(edits, 4, tokens[:2])
-    row.add_to(edits, 5, tokens[:3])
+    row.add_to(edits, 4, tokens[:2], 2)
+    row.add_to(edits, 5, tokens[:3], 2)
     assert edits.banned_token_ids == {4: (0, 7, 8), 5: (7, 2)}
     assert edits.biases == {4: BIASES, 5: BIASES}
     assert edits.masks.keys() == {4, 5}

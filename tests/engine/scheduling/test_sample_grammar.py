@@ -37,7 +37,7 @@ def test_each_sample_has_the_mask_of_the_output_before_it():
     edits = SampleEdits({})
     tokens = np.array([1, 2, 0, 1], dtype=np.int32)
     for index, num_tokens in enumerate((2, 3, 4)):
-        row.add_to(edits, index, tokens[:num_tokens])
+        row.add_to(edits, index, tokens[:num_tokens], num_tokens)
     assert {index: int(mask[0]) for index, mask in edits.masks.items()} == {0: 0b11, 1: 0b110, 2: 0b1100}
 
 
@@ -45,7 +45,7 @@ def test_what_both_the_grammar_and_the_rules_allow():
     allowed = np.array([0b101], dtype=np.uint32)
     row = RowRules(ruled(TokenRules(allowed=allowed), ByLength()))
     edits = SampleEdits({})
-    row.add_to(edits, 0, np.array([1, 2, 0], dtype=np.int32))
+    row.add_to(edits, 0, np.array([1, 2, 0], dtype=np.int32), 3)
     assert int(edits.masks[0][0]) == 0b100
     assert int(allowed[0]) == 0b101
 

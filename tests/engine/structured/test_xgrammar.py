@@ -104,7 +104,8 @@ def test_tags_in_free_text(xgrammar_llm):
     output = generated(xgrammar_llm, [{"structural_tag": tags}])[0]
     for begun in re.findall(r"<f.*", output.text, re.DOTALL):
         assert re.match(r"<(f(>([12](<(/(f>?)?)?)?)?)?)?", begun)
-    grammar = xgrammar_llm.engine._grammars.compile(StructuredOutputsParams(structural_tag=tags))()
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=tags))
+    grammar = xgrammar_llm.engine.parse("a", params).new_grammar()
     tokenizer = xgrammar_llm.get_tokenizer()
     right, wrong = (tokenizer.encode(text, add_special_tokens=False) for text in ("x <f>2</f> y", "x <f>3</f>"))
     nothing = np.zeros(0, dtype=np.int32)
