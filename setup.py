@@ -55,7 +55,7 @@ TEST = [
     *XFORMERS,
     *PARQUET,
     *XGRAMMAR,
-    "ray[data]>=2.40",
+    *RAY,
     *SERVE,
     "httpx",
     "hypothesis",
