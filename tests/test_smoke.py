@@ -22,6 +22,7 @@ PACKAGE = Path(lamella.__file__).parent
 FLOORS = (
     "cli",
     "planner",
+    "ray",
     "batch_files",
     "benchmark",
     "integrations",

@@ -48,7 +48,7 @@ def input_rows(path: Path) -> Iterator[InputRow]:
     row is its `error`; ConfigError where the file cannot be read on."""
     if path.suffix == ".parquet":
         for number, value in enumerate(parquet_rows(path), start=1):
-            yield _row(number, f"{path}, row {number}", value)
+            yield input_row(number, f"{path}, row {number}", value)
         return
     number = 0
     try:
@@ -71,14 +71,14 @@ def _json_row(number: int, where: str, line: bytes) -> InputRow:
         return InputRow(number, where, {}, error=f"is not JSON ({error}); one JSON object a line is needed")
     if not isinstance(value, dict):
         return InputRow(number, where, {}, error=f"{shown(value)} is no row; give a JSON object")
-    return _row(number, where, value)
+    return input_row(number, where, value)
 
 
 def _no_number(word: str) -> None:
     raise ValueError(f"{word} is no number of JSON's")
 
 
-def _row(number: int, where: str, value: dict[str, Any]) -> InputRow:
+def input_row(number: int, where: str, value: dict[str, Any]) -> InputRow:
     custom_id = value.get("custom_id")
     if custom_id is None or (isinstance(custom_id, str) and custom_id):
         return InputRow(number, where, value, custom_id)

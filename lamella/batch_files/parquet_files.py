@@ -44,7 +44,7 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
                     )
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
                 for row in batch.to_pylist():
-                    yield {name: _as_json(path, name, value) for name, value in row.items() if value is not None}
+                    yield {name: json_value(path, name, value) for name, value in row.items() if value is not None}
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path} cannot be read as Parquet ({error}); give a file that can") from error
 
@@ -94,7 +94,7 @@ def _of_one_set_of_keys(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: row.get(name) for name in names} for row in rows]
 
 
-def _as_json(path: Path, name: str, value: Any) -> Any:
+def json_value(path: Path | str, name: str, value: Any) -> Any:
     """The value as JSON has it; what is no number is null."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
@@ -105,9 +105,9 @@ def _as_json(path: Path, name: str, value: Any) -> Any:
     if isinstance(value, (decimal.Decimal, datetime.timedelta, uuid.UUID)):
         return str(value)
     if isinstance(value, dict):
-        return {key: _as_json(path, name, one) for key, one in value.items() if one is not None}
+        return {key: json_value(path, name, one) for key, one in value.items() if one is not None}
     if isinstance(value, (list, tuple)):
-        return [_as_json(path, name, one) for one in value]
+        return [json_value(path, name, one) for one in value]
     raise ConfigError(f"{path}: column {name!r} holds {type(value).__name__}, which rows cannot carry; leave it out")
 
 

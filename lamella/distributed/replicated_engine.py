@@ -346,7 +346,7 @@ def _on_ray(config: EngineConfig) -> Replicas:
     return ReplicaSet(
         config.data_parallel_size,
         _arguments_of_one(config),
-        _options_of_one(config),
+        actor_options(config),
         answer_seconds=float(config.distributed_timeout_seconds),
     )
 
@@ -365,7 +365,7 @@ def _arguments_of_one(config: EngineConfig) -> dict[str, Any]:
     return {**arguments, "data_parallel_size": 1, "distributed_executor_backend": None, "ray_actor_options": None}
 
 
-def _options_of_one(config: EngineConfig) -> dict[str, Any]:
+def actor_options(config: EngineConfig) -> dict[str, Any]:
     """What Ray is told of each engine: `ray_actor_options` for each of its workers."""
     options = {"num_cpus": 1, **(config.ray_actor_options or {})}
     size = config.tensor_parallel_size
