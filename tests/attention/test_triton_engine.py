@@ -79,6 +79,7 @@ def test_adapters_on_the_fused_path(tmp_path: Path) -> None:
     assert [one == other for one, other in zip(found[0], found[2], strict=True)] == [True, False, False]
 
 
+@pytest.mark.slow
 def test_with_kv_in_eight_bits_as_well(tmp_path: Path) -> None:
     """With scales from the checkpoint, one so small that most of V is too large and tokens show it."""
     save_tiny_gemma(tmp_path, num_hidden_layers=3)

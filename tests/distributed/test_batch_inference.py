@@ -148,6 +148,7 @@ def check_resumed(tiny: str, path: Path, arguments: dict[str, Any], expected: di
     assert sum(pyarrow.parquet.read_metadata(part).num_rows for part in new) == lost
 
 
+@pytest.mark.slow
 def test_a_job_answers_each_row_once_though_an_actor_is_killed(tiny: str, tmp_path: Path) -> None:
     check_job(tiny, tmp_path, 120, 12, 1, resumes=False)
 

@@ -36,10 +36,10 @@ def family_numbers(first: int, end: int) -> list[int]:
 
 
 def test_mutants_of_further_families_are_refused_or_right(tmp_path):
-    check(family_numbers(0, 80), tmp_path, FAMILY_FORMATS)
+    check(family_numbers(0, 48), tmp_path, FAMILY_FORMATS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_more_mutants_of_further_families_are_refused_or_right(tmp_path):
-    check(family_numbers(80, 2_000), tmp_path, FAMILY_FORMATS)
+    check(family_numbers(48, 2_000), tmp_path, FAMILY_FORMATS)

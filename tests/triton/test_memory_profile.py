@@ -103,6 +103,7 @@ def test_no_step_takes_more_than_the_profile(engine: Engine) -> None:
     assert max(peaks) > 0.6 * profile.step_bytes
 
 
+@pytest.mark.slow
 def test_the_largest_tensors_are_in_the_profile(engine: Engine) -> None:
     """By count: the residual stream, its norm, gate and up of all tokens live at once, and so do logits' rows. It grows
     with the tokens."""
