@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from lamella import LLM, SamplingParams
+from lamella import LLM, AsyncEngine, SamplingParams
 from lamella.benchmark.request_times import RequestTimes
 from lamella.benchmark.requests import BenchmarkRequest
 from lamella.errors import ConfigError, LamellaError
@@ -111,12 +111,8 @@ class AsyncBackend:
     """lamella's AsyncEngine: every request a task that reads its own stream."""
 
     def __init__(self, engine_args: Mapping[str, Any]) -> None:
-        try:
-            module = importlib.import_module("lamella.engine.async_engine")
-        except ImportError as error:
-            raise ConfigError(f"async_engine=True: this lamella has no AsyncEngine ({error}); leave it out") from error
         start = time.perf_counter()
-        self._engine = module.AsyncEngine(**engine_args)
+        self._engine = AsyncEngine(**engine_args)
         self.load_seconds = time.perf_counter() - start
         inner = self._engine.engine
         self.vocab_size, self.max_model_len = inner.model_config.vocab_size, inner.max_model_len
@@ -172,8 +168,12 @@ class TransformersBackend:
         start = time.perf_counter()
         dtype = getattr(torch, str(engine_args.get("dtype") or "float32").replace("auto", "float32"))
         self._torch, self._max_batch_size = torch, max_batch_size
-        self._model = AutoModelForCausalLM.from_pretrained(engine_args["model"], dtype=dtype).eval()
-        self._tokenizer = AutoTokenizer.from_pretrained(engine_args.get("tokenizer") or engine_args["model"])
+        # As lamella reads folders: no code of theirs, no pickled weights, nothing from a hub.
+        trusted: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+        self._model = AutoModelForCausalLM.from_pretrained(
+            engine_args["model"], dtype=dtype, use_safetensors=True, **trusted
+        ).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(engine_args.get("tokenizer") or engine_args["model"], **trusted)
         torch.manual_seed(engine_args.get("seed") or 0)
         self.load_seconds = time.perf_counter() - start
         config = self._model.config.get_text_config()

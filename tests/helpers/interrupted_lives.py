@@ -233,7 +233,8 @@ ABORTED = {one.request_id for one in ARRIVALS if one.abort_step is not None}
 class Life:
     """What came out of an engine that went through ARRIVALS."""
 
-    def __init__(self, engine: Engine, tracer: LineCounter | Bombs | None = None) -> None:
+    def __init__(self, engine: Engine, tracer: LineCounter | Bombs | None = None, *, guilty: str | None = None) -> None:
+        """guilty: the request with which each step fails."""
         self.engine = engine
         self._tracer = tracer
         self._arrivals = list(ARRIVALS)
@@ -241,6 +242,7 @@ class Life:
         self._step = 0
         self._batches = []
         self.num_raised = 0
+        self._guilty = guilty
         self._num_left = 0  # bombs, when suspects began to run alone
 
     def run(self) -> None:
@@ -277,13 +279,15 @@ class Life:
 
     def _armed(self):
         """What watches or disturbs the next call. While suspects run alone, no more than one bomb goes off, and none
-        where a launch may fail by itself: they might rightly be taken for guilty."""
+        where a launch may fail by itself, or where an innocent one has failed alone: it might rightly be taken for
+        guilty."""
         if isinstance(self._tracer, Bombs):
-            runner = self.engine.inspect().runner
+            runner, failures = self.engine.inspect().runner, self.engine._failures
             may_fail = any(launch >= runner.num_launches for launch in runner.fails_at)
-            if not self.engine._failures.groups:
+            has_failed = failures.num_tries_alone > 0 and failures.only != {self._guilty}
+            if not failures.groups:
                 self._num_left = len(self._tracer.left)
-            elif may_fail or len(self._tracer.left) < self._num_left:
+            elif may_fail or has_failed or len(self._tracer.left) < self._num_left:
                 return nullcontext()
         return self._tracer or nullcontext()
 
@@ -302,18 +306,16 @@ class Life:
             earlier.append(output)
         return outputs
 
-    def check(self, guilty: str | None = None) -> None:
+    def check(self) -> None:
         """Every request has its answer, each part of it once, or is the guilty one; nothing is left in memory."""
         assert self.engine.inspect().runner.wrong_reads == []
         by_request = self._outputs()
         errors = {request_id: outputs[-1].error for request_id, outputs in by_request.items() if outputs[-1].error}
-        assert errors if guilty is not None else not errors, f"ended with an error: {errors}"
-        for request_id, error in errors.items():
-            # Bombs may go off twice in one call, while another request runs alone; then it is rightly taken for guilty.
-            is_bomb = isinstance(error.__cause__, INJECTED)
-            fails_always = request_id == guilty and str(error.__cause__) == f"every step fails with {guilty}"
-            assert is_bomb or fails_always, f"ended with an error: {errors}"
-        assert guilty is None or guilty in errors, "the guilty request has not ended with an error"
+        assert list(errors) == ([] if self._guilty is None else [self._guilty]), f"ended with an error: {errors}"
+        for error in errors.values():  # one of its two failures alone may have been a bomb
+            assert (
+                isinstance(error.__cause__, INJECTED) or str(error.__cause__) == f"every step fails with {self._guilty}"
+            )
         assert set(by_request) == {one.request_id for one in ARRIVALS}
         for one in ARRIVALS:
             outputs = by_request[one.request_id]
@@ -380,19 +382,19 @@ SETTINGS = [
 def lines_of(setting: Setting) -> LineCounter:
     """The watched lines that an undisturbed life comes to."""
     counter = LineCounter()
-    life = Life(setting.engine(), counter)
+    life = Life(setting.engine(), counter, guilty=setting.guilty)
     life.run()
-    life.check(setting.guilty)
+    life.check()
     return counter
 
 
 def problem_with(setting: Setting, bombs: list[Bomb]) -> tuple[str | None, list[Bomb]]:
     """What is wrong with a life in which these go off (None: nothing), and which did not."""
     tracer = Bombs(bombs)
-    life = Life(setting.engine(), tracer)
+    life = Life(setting.engine(), tracer, guilty=setting.guilty)
     try:
         life.run()
-        life.check(setting.guilty)
+        life.check()
     except Exception as problem:
         return f"{type(problem).__name__}: {problem}", tracer.left
     return None, tracer.left

@@ -26,10 +26,10 @@ def lines():
 
 
 def test_the_lives_come_to_what_can_happen():
-    lives = {setting: Life(setting.engine()) for setting in SETTINGS}
-    for setting, life in lives.items():
+    lives = {setting: Life(setting.engine(), guilty=setting.guilty) for setting in SETTINGS}
+    for life in lives.values():
         life.run()
-        life.check(setting.guilty)
+        life.check()
     stats = {setting: life.engine.stats() for setting, life in lives.items()}
     for setting, life in lives.items():
         assert life.num_raised == 0

@@ -37,8 +37,6 @@ SCHEMAS = [
 ]  # fmt: skip
 ARGUMENTS = {"max_model_len": 256, "kv_cache_memory_bytes": 2**22, "max_num_seqs": 16, "check_invariants": True}
 
-needs_xgrammar = pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -47,7 +45,7 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-@pytest.fixture(scope="module", params=["guidance", pytest.param("xgrammar", marks=needs_xgrammar)])
+@pytest.fixture(scope="module", params=["guidance", "xgrammar"])
 def llm(request, folder):
     with LLM(folder, structured_outputs_config={"backend": request.param}, **ARGUMENTS) as made:
         yield made
@@ -79,7 +77,6 @@ def test_outputs_of_either_library_are_valid(llm):
     assert num_complete > 0.8 * len(forms)
 
 
-@needs_xgrammar
 @pytest.mark.parametrize(
     ("form", "pattern"),
     [
@@ -98,7 +95,6 @@ def test_each_kind_of_form(xgrammar_llm, form, pattern):
         assert re.fullmatch(pattern, output.text)
 
 
-@needs_xgrammar
 def test_tags_in_free_text(xgrammar_llm):
     tags = {"structures": [{"begin": "<f>", "schema": {"enum": [1, 2]}, "end": "</f>"}], "triggers": ["<f"]}
     output = generated(xgrammar_llm, [{"structural_tag": tags}])[0]
@@ -113,7 +109,6 @@ def test_tags_in_free_text(xgrammar_llm):
     assert 0 < grammar.num_allowed(nothing, wrong) < len(wrong)
 
 
-@needs_xgrammar
 @pytest.mark.parametrize(
     "schema",
     [
@@ -154,7 +149,6 @@ def test_what_xgrammar_would_leave_out_is_refused(xgrammar_llm, schema):
         generated(xgrammar_llm, [{"json": schema}])
 
 
-@needs_xgrammar
 @pytest.mark.parametrize(
     "form",
     [
@@ -170,7 +164,6 @@ def test_grammars_that_are_wrong(xgrammar_llm, form):
         generated(xgrammar_llm, [form])
 
 
-@needs_xgrammar
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_speculation_changes_no_token_of_a_form(folder, xgrammar_llm, temperature):
     rows = {"type": "array", "items": {"enum": ["aa", "ab", "ba"]}, "minItems": 6, "maxItems": 9}
